@@ -1,0 +1,26 @@
+"""What every test and every doctest runs under: eight devices, checked shapes, no guesses.
+
+It sits at the root, and not in tests/, since the doctests of xform/ run under it too.
+"""
+
+from importlib.util import find_spec
+
+import jax
+import jaxtyping
+
+# Before the package is imported: its annotated shapes and dtypes are then checked at every call.
+if find_spec("beartype"):
+    jaxtyping.install_import_hook("xform", "beartype.beartype")
+
+from xform.sharding.mesh import cpu_devices
+
+cpu_devices(8)
+jax.config.update("jax_enable_checks", True)
+jax.config.update("jax_numpy_rank_promotion", "raise")
+
+if find_spec("hypothesis"):
+    from hypothesis import settings
+
+    # The same examples every time, and no deadline: the first example compiles.
+    settings.register_profile("xform", derandomize=True, deadline=None, max_examples=25)
+    settings.load_profile("xform")

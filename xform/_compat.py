@@ -1,0 +1,30 @@
+"""Every contact with private JAX: one name a line, with the versions it serves and why.
+
+The rest of the package imports from here and from public JAX alone, so that a new release of JAX is
+met in one file.
+"""
+
+import jax
+
+# 0.11, 0.12: runs a primitive eagerly by compiling it once, the `impl` of one that has a lowering.
+from jax._src.dispatch import apply_primitive as apply_primitive
+
+# 0.11, 0.12: what a derivative rule writes its output tree to; found in closures, without meaning.
+from jax._src.linear_util import EqualStore as EqualStore
+from jax._src.linear_util import Store as Store
+
+# 0.11, 0.12: `jax.extend.linear_util` has it under a private name only.
+from jax._src.linear_util import wrap_init as wrap_init
+
+# 0.11, 0.12: the public `summarize` gives only the innermost frame, which may be xform's own.
+from jax._src.source_info_util import user_frames as user_frames
+
+# 0.11, 0.12: a cache that holds its first argument weakly and knows JAX's tracing context.
+from jax._src.util import weakref_lru_cache as weakref_lru_cache
+from jax.core import AbstractValue
+
+
+def varying_axes(x) -> frozenset[str]:
+    """Returns the mesh axes over which `x`, an array or its type, differs inside `shard_map`."""
+    aval = x if isinstance(x, AbstractValue) else jax.typeof(x)
+    return aval.manual_axis_type.varying if hasattr(aval, "manual_axis_type") else frozenset()

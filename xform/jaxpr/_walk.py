@@ -1,0 +1,120 @@
+"""Look at a program: every equation, at every depth, with the line that made it."""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.extend.core import Jaxpr, JaxprEqn
+
+from xform._compat import user_frames
+
+_PACKAGE = str(Path(__file__).parents[1])
+
+
+def trace(f: Callable, *args, **kwargs) -> Jaxpr:
+    """Returns the closed jaxpr of a function.
+
+    Args:
+        f: a function of pytrees of arrays.
+        *args: its arguments, of which only shapes and dtypes count: a `jax.ShapeDtypeStruct` serves
+            in place of an array.
+        **kwargs: likewise.
+
+    >>> from xform.jaxpr import trace
+    >>> trace(lambda x: x + 1.0, jax.ShapeDtypeStruct((2,), "float32"))
+    { lambda ; a:f32[2]. let b:f32[2] = add a 1.0:f32[] in (b,) }
+    """
+    return jax.make_jaxpr(f)(*args, **kwargs)
+
+
+@dataclass(frozen=True)
+class Site:
+    """One equation and where it stands.
+
+    Attributes:
+        eqn: the equation.
+        parents: the enclosing equations, outermost first, each with the name of the sub-jaxpr of
+            it that leads here.
+    """
+
+    eqn: JaxprEqn
+    parents: tuple[tuple[JaxprEqn, str], ...] = ()
+
+    @property
+    def path(self) -> tuple[tuple[str, str], ...]:
+        """The enclosing primitives by name: `(("scan", "jaxpr"), ("cond", "branches[1]"))`."""
+        return tuple((eqn.primitive.name, label) for eqn, label in self.parents)
+
+    @property
+    def depth(self) -> int:
+        """How many equations enclose this one."""
+        return len(self.parents)
+
+    @property
+    def line(self) -> str:
+        """The user's line that made the equation, as `source_line` gives it."""
+        return source_line(self.eqn)
+
+
+def walk(jaxpr: Jaxpr) -> Iterator[Site]:
+    """Yields every equation of a jaxpr and of the jaxprs inside its equations, in program order.
+
+    An equation comes before what it encloses. A body is visited once, however often it runs.
+
+    >>> from xform.jaxpr import trace, walk
+    >>> f = lambda xs: jax.lax.scan(lambda c, x: (c * x, c), xs[0], xs)
+    >>> for site in walk(trace(f, jax.numpy.ones(3))):
+    ...     print(site.eqn.primitive.name, site.path)
+    slice ()
+    squeeze ()
+    scan ()
+    mul (('scan', 'jaxpr'),)
+    """
+    return _walk(jaxpr, ())
+
+
+def _walk(jaxpr: Jaxpr, parents: tuple[tuple[JaxprEqn, str], ...]) -> Iterator[Site]:
+    for eqn in jaxpr.eqns:
+        yield Site(eqn, parents)
+        for label, body in sub_jaxprs(eqn):
+            yield from _walk(body, (*parents, (eqn, label)))
+
+
+def sub_jaxprs(eqn: JaxprEqn) -> list[tuple[str, Jaxpr]]:
+    """Returns the jaxprs in an equation's parameters, each named by its place there.
+
+    >>> from xform.jaxpr import sub_jaxprs, trace
+    >>> f = lambda x: jax.lax.cond(x > 0, jax.numpy.sin, jax.numpy.cos, x)
+    >>> [label for label, body in sub_jaxprs(trace(f, 1.0).eqns[-1])]
+    ['branches[0]', 'branches[1]']
+    """
+    return [found for key, value in own_params(eqn).items() for found in _labelled(value, key)]
+
+
+def own_params(eqn: JaxprEqn) -> Mapping[str, Any]:
+    """The parameters of an equation; a hijax primitive hides its own in the parameter `_prim`."""
+    return eqn.params["_prim"].params if "_prim" in eqn.params else eqn.params
+
+
+def _labelled(value: Any, label: str) -> Iterator[tuple[str, Jaxpr]]:
+    match value:
+        case Jaxpr():
+            yield label, value
+        case jax.stages.Traced():
+            yield label, value.jaxpr
+        case tuple() | list():
+            for key, item in zip(getattr(value, "_fields", range(len(value))), value, strict=True):
+                yield from _labelled(item, f"{label}[{key}]")
+
+
+def source_line(eqn: JaxprEqn) -> str:
+    """Returns the user's line that made an equation, as `"file:line (function)"`.
+
+    Frames of JAX and of xform are skipped. Where JAX recorded no other, the answer is `"unknown"`.
+    """
+    for frame in user_frames(eqn.source_info.traceback):
+        if not frame.file_name.startswith(_PACKAGE):
+            return f"{frame.file_name}:{frame.start_line} ({frame.function_name})"
+    return "unknown"

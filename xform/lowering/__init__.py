@@ -1,0 +1,1 @@
+"""How a primitive becomes code: the same meaning for every device."""

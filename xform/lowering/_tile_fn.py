@@ -1,0 +1,185 @@
+"""The functions inside a tile sum, closed under differentiation.
+
+A tile sum is `sum_j f(row_i, col_j, shared)` (DESIGN section 4). Its derivative is a tile sum of f's
+derivative and its transpose a tile sum of f's transpose, so the functions of all orders are terms
+
+    f ::= Attend(spec) | Jvp(f, nonzero) | Transpose(f, linear, shapes)
+
+that compare by value. First-order reverse mode is `Transpose(Jvp(Attend))`: by hand one would
+write five matrix products, `dv = p^T do`, `ds = p (do v^T + dl)`, `dq = ds k`, `dk = ds^T q` and
+`s = q k^T`; the term evaluates to just these.
+
+Each function declares the kind of every operand and result (`ROW`, `COL`, or a tuple of `Read`s for a
+captured array) and is called with one tile of each; a captured array arrives as the tuple of what its
+reads loaded. All floating tiles are in the spec's wide dtype: what crosses tiles is accumulated there
+and rounded once, at the end.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Protocol
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import jaxpr_as_fun
+
+from xform.lowering._contract import contract
+from xform.lowering._spec import At, Read, Spec
+
+ROW, COL = "row", "col"
+Kind = str | tuple[Read, ...]
+
+
+class TileFn(Protocol):
+    """A function of tiles: `fn(at, *tiles) -> list of tiles`."""
+
+    @property
+    def spec(self) -> Spec: ...
+    @property
+    def operands(self) -> tuple[Kind, ...]: ...
+    @property
+    def results(self) -> tuple[Kind, ...]: ...
+    def __call__(self, at: At, *tiles): ...
+
+
+def scores(spec: Spec, at: At, q, k, shared):
+    """Modified scores of a tile, `[g,q,k]`, minus infinity where hidden.
+
+    In a partial tile the mod sees 0 instead of what is hidden, on the way in: then neither its
+    value nor its derivative there can be NaN times 0.
+    """
+    s = contract(q, k, out="tile", dtype=spec.dtype, visible=at.visible, finite=at.finite)
+    s = s * jnp.asarray(spec.scale, s.dtype)
+    reads = [r for group in shared for r in group]
+    dims = tuple(r.dims for group in spec.reads for r in group)
+    if spec.score is not None:
+        mod = jaxpr_as_fun(spec.score)
+        if at.visible is None:
+            s = at.over("hqk", lambda b, h, q, k, s, *r: mod(s, b, h, q, k, *r)[0], s, *reads,
+                        arg_dims=("hqk", *dims))
+        else:
+            def masked(b, h, q, k, visible, s, *reads):
+                seen = [jnp.where(visible, r, jnp.zeros_like(r)) for r in reads]
+                return mod(s, b, h, q, k, *seen)[0]
+
+            visible = jnp.broadcast_to(at.visible, s.shape)
+            s = at.over("hqk", masked, visible, s, *reads, arg_dims=("hqk", "hqk", *dims))
+    return s if at.visible is None else jnp.where(at.visible, s, -jnp.inf)
+
+
+@dataclasses.dataclass(frozen=True)
+class Attend:
+    """`(q, lse, k, v, *captures) -> (sum_j p_ij v_j, sum_j p_ij)` with `p_ij = exp(s_ij - lse_i)`.
+
+    With the log-sum-exp of the forward pass the sums are the output and 1; what matters are their
+    derivatives at fixed `lse`. From `out = A / L` and `lse = m + log L` follow
+
+        d lse = dL        d out = dA - dL out
+
+    for dA, dL the derivatives of the two sums in q, k, v and the captures.
+    """
+
+    spec: Spec
+
+    @property
+    def operands(self) -> tuple[Kind, ...]:
+        return (ROW, ROW, COL, COL, *self.spec.reads)
+
+    @property
+    def results(self) -> tuple[Kind, ...]:
+        return (ROW, ROW)
+
+    def __call__(self, at: At, q, lse, k, v, *shared):
+        s = scores(self.spec, at, q, k, shared)
+        lse = jnp.where(jnp.isneginf(lse), 0, lse)  # a row with no key: exp(-inf - 0) = 0
+        p = jnp.exp(s - lse[..., None])
+        out = contract(p, v, out="row", dtype=self.spec.dtype, visible=at.visible, finite=at.finite)
+        return [out, p.sum(-1)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Jvp:
+    """The derivative of `fn` along tangents of the operands where `nonzero`, appended to them."""
+
+    fn: TileFn
+    nonzero: tuple[bool, ...]
+
+    @property
+    def spec(self) -> Spec:
+        return self.fn.spec
+
+    @property
+    def operands(self) -> tuple[Kind, ...]:
+        kinds = self.fn.operands
+        return kinds + tuple(k for k, z in zip(kinds, self.nonzero, strict=True) if z)
+
+    @property
+    def results(self) -> tuple[Kind, ...]:
+        return self.fn.results
+
+    def __call__(self, at: At, *tiles):
+        n = len(self.nonzero)
+        primals, tangents = tiles[:n], tiles[n:]
+        moving = [p for p, z in zip(primals, self.nonzero, strict=True) if z]
+
+        def along(*moving):
+            return self.fn(at, *merge(self.nonzero, moving, _without(self.nonzero, primals)))
+
+        return jax.jvp(along, tuple(moving), tuple(tangents))[1]
+
+
+@dataclasses.dataclass(frozen=True)
+class Transpose:
+    """The transpose of `fn` in the operands where `linear`: `(*others, *cotangents) -> cotangents`.
+
+    `shapes` are the whole shapes of the linear operands without their leading dimensions: `[d]` of a row
+    or column, the full shape of a captured array.
+    """
+
+    fn: TileFn
+    linear: tuple[bool, ...]
+    shapes: tuple[tuple[int, ...], ...]
+
+    @property
+    def spec(self) -> Spec:
+        return self.fn.spec
+
+    @property
+    def operands(self) -> tuple[Kind, ...]:
+        return tuple(_without(self.linear, self.fn.operands)) + self.fn.results
+
+    @property
+    def results(self) -> tuple[Kind, ...]:
+        return tuple(k for k, z in zip(self.fn.operands, self.linear, strict=True) if z)
+
+    def __call__(self, at: At, *tiles):
+        known = tiles[: self.linear.count(False)]
+        cotangents = list(tiles[len(known) :])
+        wide = self.spec.wide
+        avals = [tile_aval(k, at, s, wide) for k, s in zip(self.results, self.shapes, strict=True)]
+
+        def of_linear(*linear):
+            return list(self.fn(at, *merge(self.linear, linear, known)))
+
+        return list(jax.linear_transpose(of_linear, *avals)(cotangents))
+
+
+def tile_aval(kind: Kind, at: At, shape: tuple[int, ...], dtype):
+    """The abstract tile of an operand whose whole shape ends in `shape`."""
+    struct = lambda s: jax.ShapeDtypeStruct(s, dtype)
+    if kind == ROW:
+        return struct((at.h.shape[0], at.q.shape[0], *shape))
+    if kind == COL:
+        return struct((at.k.shape[0], *shape))
+    return tuple(struct(read.tile_shape(at)) for read in kind)
+
+
+def merge(where: tuple[bool, ...], yes, no) -> list:
+    """`yes` in the places where `where` holds, `no` in the others."""
+    yes, no = iter(yes), iter(no)
+    return [next(yes) if w else next(no) for w in where]
+
+
+def _without(where: tuple[bool, ...], items) -> list:
+    return [x for x, w in zip(items, where, strict=True) if not w]

@@ -1,0 +1,52 @@
+"""Attention written down densely: the oracle that every lowering is held to.
+
+Nothing is shared with the other lowerings: mods are called through `jax.vmap` on whole index arrays,
+scores are T x S, derivatives are JAX's own. It runs in float64 where the inputs are, and costs O(T S)
+memory; tests use it, programs should not.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+
+def attend(q, k, v, score_mod, mask_mod, scale):
+    """Output `[B,T,H,V]` in the dtype of q and log-sum-exp `[B,T,H]`; arguments as of `flex_attention`."""
+    (b, t, h, d), (_, s, kv, _) = q.shape, k.shape
+    dtype, wide = q.dtype, jnp.promote_types(q.dtype, jnp.float32)
+    scale = d**-0.5 if scale is None else scale
+    k, v = (jnp.repeat(x, h // kv, axis=2).astype(wide) for x in (k, v))
+    visible = everywhere(mask_mod, b, h, t, s) if mask_mod else jnp.ones((b, h, t, s), bool)
+
+    q, k, v = (x.swapaxes(1, 2) for x in (q.astype(wide), k, v))
+    scores = _product("bhtd,bhsd->bhts", q, k, jnp.isfinite(q).all(-1)[..., None] & jnp.isfinite(k).all(-1)[:, :, None])
+    scores = jnp.where(visible, scores * scale, 0)
+    if score_mod:
+        scores = everywhere(score_mod, b, h, t, s, scores).astype(wide)
+    scores = jnp.where(visible, scores, -jnp.inf)
+    top = jax.lax.stop_gradient(scores.max(-1, keepdims=True, initial=-jnp.inf))
+    weights = jnp.where(visible, jnp.exp(scores - jnp.where(jnp.isneginf(top), 0, top)), 0)
+    total = weights.sum(-1, keepdims=True)
+    safe = jnp.where(total == 0, 1, total)
+    seen = jnp.einsum("bhts,bhsv->bhtv", visible.astype(wide), 1 - jnp.isfinite(v).astype(wide))
+    out = _product("bhts,bhsv->bhtv", weights / safe, v, seen == 0)
+    lse = jnp.where(total == 0, -jnp.inf, jnp.log(safe) + top)[..., 0]
+    return out.swapaxes(1, 2).astype(dtype), lse.swapaxes(1, 2)
+
+
+def _product(equation, x, y, finite):
+    """A product of what is finite, NaN where `finite` does not hold.
+
+    So neither the product nor its derivatives meet `0 * NaN` for a pair that is hidden.
+    """
+    clean = (jnp.where(jnp.isfinite(z), z, 0) for z in (x, y))
+    return jnp.where(finite, jnp.einsum(equation, *clean, precision="highest"), jnp.nan)
+
+
+def everywhere(mod, b, h, t, s, *scores):
+    """`mod` at all indices, `[b,h,t,s]`."""
+    for dim in range(3, -1, -1):
+        axes = [0 if d == dim else None for d in range(4)]
+        mod = jax.vmap(mod, in_axes=(*(0 for _ in scores), *axes))
+    return mod(*scores, *(jnp.arange(n, dtype=jnp.int32) for n in (b, h, t, s)))

@@ -1,0 +1,10 @@
+"""Operations whose inside the user programs: one file is one primitive's whole life."""
+
+from xform.primitives.attention import Aux as Aux
+from xform.primitives.attention import flex_attention as flex_attention
+from xform.primitives.attention import flex_attention_p as flex_attention_p
+from xform.primitives.masks import Mask as Mask
+from xform.primitives.masks import causal as causal
+from xform.primitives.masks import documents as documents
+from xform.primitives.masks import prefix as prefix
+from xform.primitives.masks import sliding_window as sliding_window

@@ -1,0 +1,271 @@
+"""From a user's Python mods to the programs and operands that a lowering gets.
+
+A mod is traced once, at scalars, and its jaxpr is taken apart into
+
+* equations that depend on no index: they run once, outside, as ordinary JAX, and their derivatives
+  are JAX's own (`jnp.exp(table)[q_idx - kv_idx]` exponentiates the table once);
+* *reads*: gathers from what was captured, each with the program of its index (see `Read`);
+* the rest: a pointwise program of the score, the indices and what was read.
+
+Programs are interned: a new closure over another array, but with the same code, is the same object.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Collection, Sequence
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
+from jax.interpreters import partial_eval as pe
+
+from xform.jaxpr import eqn_rule, intern, interpret, source_line
+from xform.lowering._spec import Read
+from xform.primitives._rules import join_axes
+
+_INDEX = jax.ShapeDtypeStruct((), jnp.int32)
+
+
+@dataclasses.dataclass(frozen=True)
+class Mods:
+    """The programs of a score mod and a mask mod, and the arrays that they read.
+
+    Attributes:
+      score: `(score, b, h, q, k, *reads) -> score`, or None.
+      reads: what `score` reads, one tuple of reads per array of `captures`.
+      mask: `(b, h, q, k, *context) -> bool`, or None.
+      mask_dims: those of "bhqk" that the mask depends on.
+      captures: arrays that `score` reads.
+      context: arrays that the mask and the indices of reads depend on.
+    """
+
+    score: Jaxpr | None
+    reads: tuple[tuple[Read, ...], ...]
+    mask: Jaxpr | None
+    mask_dims: str
+    captures: list[jax.Array]
+    context: list[jax.Array]
+
+
+def take_apart(score_mod: Callable | None, mask_mod: Callable | None, wide) -> Mods:
+    """Traces the mods and takes them apart.
+
+    Args:
+      score_mod, mask_mod: the user's functions, or None.
+      wide: dtype of scores.
+
+    Raises:
+      ValueError: if a mod does not return one scalar, or a mask not a bool, or a score not a float.
+    """
+    score = score_mod and _trace("score_mod", score_mod, jax.ShapeDtypeStruct((), wide))
+    mask = mask_mod and _trace("mask_mod", mask_mod)
+    reads = score.reads() if score else {}
+
+    # Masks and indices of reads see one list of arrays.
+    indices = [v for eqn in reads.values() for v in eqn.invars[1:]]
+    context = {v: score.known[v] for v in score.captured(indices)} if score else {}
+    context |= {v: mask.known[v] for v in mask.captured([mask.out])} if mask else {}
+
+    captures: dict[Var, list[tuple[Var, Read]]] = {}
+    for out, eqn in reads.items():
+        captures.setdefault(eqn.invars[0], []).append((out, _read(score, eqn, list(context))))
+    for v in score.captured([score.out], stop=reads) if score else ():
+        captures.setdefault(v, []).append((v, Read(shape=score.known[v].shape)))
+
+    loaded = [out for group in captures.values() for out, _ in group]
+    return Mods(
+        score=_pointwise(score, loaded, wide) if score else None,
+        reads=tuple(tuple(read for _, read in group) for group in captures.values()),
+        mask=_index_program(mask, [mask.out], list(context), lambda xs: xs[0]) if mask else None,
+        mask_dims=mask.dims([mask.out]) if mask else "",
+        captures=[score.known[v] for v in captures],
+        context=[lax.stop_gradient(x) for x in context.values()],
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Traced:
+    """A mod at scalars, split by what depends on the score or an index.
+
+    Attributes:
+      eqns: the equations that do, in order.
+      known: the values of all variables that do not.
+      scores: the variable of the score, for a score mod.
+      indices: the variables of b, h, q_idx, kv_idx.
+      out: the result.
+    """
+
+    eqns: list[JaxprEqn]
+    known: dict[Var, jax.Array]
+    scores: list[Var]
+    indices: list[Var]
+    out: Var | Literal
+
+    def needed(self, outs: Sequence, stop: Collection[Var] = ()) -> set[Var]:
+        """All variables behind `outs`, and `outs`; not what is behind those of `stop`."""
+        needed = {v for v in outs if isinstance(v, Var)}
+        for eqn in reversed(self.eqns):
+            if any(v in needed and v not in stop for v in eqn.outvars):
+                needed |= {v for v in eqn.invars if isinstance(v, Var)}
+        return needed
+
+    def captured(self, outs: Sequence, stop: Collection[Var] = ()) -> list[Var]:
+        """The known variables behind `outs`."""
+        needed = self.needed(outs, stop)
+        return [v for v in self.known if v in needed]
+
+    def dims(self, outs: Sequence) -> str:
+        """Which of "bhqk" `outs` depend on."""
+        needed = self.needed(outs)
+        return "".join(d for d, v in zip("bhqk", self.indices, strict=True) if v in needed)
+
+    def evaluate(self, outs: Sequence, env: dict[Var, jax.Array]) -> list:
+        """Computes `outs`, given the values of what they depend on."""
+        env = dict(env)
+        needed = self.needed(outs, stop=tuple(env))
+        value = lambda v: v.val if isinstance(v, Literal) else env[v]
+        for eqn in self.eqns:
+            if any(v in needed and v not in env for v in eqn.outvars):
+                env.update(zip(eqn.outvars, _results(eqn, *map(value, eqn.invars)), strict=True))
+        return [value(v) for v in outs]
+
+    def reads(self) -> dict[Var, JaxprEqn]:
+        """The gathers from captured arrays whose index does not depend on the score."""
+        return {
+            eqn.outvars[0]: eqn
+            for eqn in self.eqns
+            if eqn.primitive.name in _GATHERS
+            and eqn.invars[0] in self.known
+            and not self.needed(eqn.invars[1:]) & set(self.scores)
+            and not eqn.params.get("dimension_numbers", _PLAIN).operand_batching_dims
+        }
+
+
+def _trace(name: str, mod: Callable, *score) -> Traced:
+    """Traces `mod(*score, b, h, q_idx, kv_idx)` and evaluates what depends on none of them."""
+    jaxpr, shape = jax.make_jaxpr(mod, return_shape=True)(*score, *[_INDEX] * 4)
+    _check_result(name, mod, shape, jnp.floating if score else jnp.bool_)
+    consts = join_axes([jnp.asarray(x) for x in jaxpr.consts])
+    # Traced again without the types of shard_map, which a lowering knows nothing about.
+    flat = jax.make_jaxpr(interpret(pe.convert_constvars_jaxpr(jaxpr), _KEEP, default=_bind))
+    flat = flat(*map(_struct, consts), *score, *[_INDEX] * 4)
+    invars = flat.invars[len(consts) :]
+    known = dict(zip([*flat.constvars, *flat.invars], [*flat.consts, *consts], strict=False))
+
+    eqns, depends = [], set(invars)
+    for eqn in flat.eqns:
+        operands = [v for v in eqn.invars if isinstance(v, Var)]
+        scalar = not operands and all(v.aval.shape == () for v in eqn.outvars)
+        if scalar or not depends.isdisjoint(operands):
+            depends.update(eqn.outvars)
+            eqns.append(eqn)
+        else:
+            values = [known[v] if isinstance(v, Var) else v.val for v in eqn.invars]
+            known.update(zip(eqn.outvars, _results(eqn, *values), strict=True))
+    return Traced(eqns, known, invars[:-4], invars[-4:], flat.outvars[0])
+
+
+def _bind(eqn: JaxprEqn, *args):
+    """Runs one equation as it is; returns what its primitive does."""
+    if eqn.effects:
+        raise NotImplementedError(
+            f"a mod must be a pure function of its arguments: `{eqn.primitive.name}` has side effects "
+            f"(at {source_line(eqn)}). Take it out of the mod."
+        )
+    return eqn.primitive.bind(*args, **eqn.primitive.get_bind_params(eqn.params))
+
+
+def _results(eqn: JaxprEqn, *args) -> list:
+    out = _bind(eqn, *args)
+    return list(out) if eqn.primitive.multiple_results else [out]
+
+
+# Calls are inlined, but for those with a derivative of their own, and the divisions by name that
+# jnp makes of many equations: an analysis wants to know them.
+_KEEP = {
+    "custom_jvp_call": eqn_rule(_bind),
+    "custom_vjp_call": eqn_rule(_bind),
+    ("jit", "floor_divide"): lambda x, y, **_: jnp.floor_divide(x, y),
+    ("jit", "remainder"): lambda x, y, **_: jnp.remainder(x, y),
+    "pvary": lambda x, **_: x,
+    "pcast": lambda x, **_: x,
+}
+
+_GATHERS = ("gather", "dynamic_slice")
+_PLAIN = lax.GatherDimensionNumbers((), (), ())
+
+
+def _read(traced: Traced, eqn: JaxprEqn, context: list[Var]) -> Read:
+    """The read that a `gather` or `dynamic_slice` equation makes."""
+    outs = eqn.invars[1:]
+    is_gather = eqn.primitive.name == "gather"
+    common = {
+        "index": _index_program(traced, outs, context, (lambda xs: xs[0]) if is_gather else jnp.stack),
+        "dims": traced.dims(outs).replace("b", ""),
+        "shape": eqn.outvars[0].aval.shape,
+        "slice_sizes": eqn.params["slice_sizes"],
+    }
+    if is_gather:
+        keys = ("dimension_numbers", "mode", "fill_value")
+        return Read(**common, **{k: eqn.params[k] for k in keys})
+    dims = tuple(range(len(common["shape"])))
+    numbers = lax.GatherDimensionNumbers(dims, (), dims)
+    return Read(**common, dimension_numbers=numbers, mode=lax.GatherScatterMode.CLIP)
+
+
+def _index_program(traced: Traced, outs: Sequence, context: list[Var], join: Callable) -> Jaxpr:
+    """`(b, h, q, k, *context) -> join(outs)`."""
+
+    def program(*args):
+        return join(traced.evaluate(outs, dict(zip([*traced.indices, *context], args, strict=True))))
+
+    return _program(program, *[_INDEX] * 4, *(_struct(v.aval) for v in context))
+
+
+def _pointwise(traced: Traced, loaded: list[Var], wide) -> Jaxpr:
+    """`(score, b, h, q, k, *reads) -> score`, floating reads and the result in the wide dtype.
+
+    A narrow capture is rounded to its own dtype only where the mod computes with it there. Where
+    all that the mod does is widen it, its gradient too is never rounded to the narrow dtype.
+    """
+
+    def program(*args):
+        env = dict(zip([*traced.scores, *traced.indices], args[:5], strict=True))
+        raw = dict(zip(loaded, args[5:], strict=True))
+        for eqn in traced.eqns:
+            if eqn.primitive.name in ("squeeze", "reshape") and eqn.invars[0] in raw:
+                raw[eqn.outvars[0]] = _bind(eqn, raw[eqn.invars[0]])
+            elif eqn.primitive.name == "convert_element_type" and eqn.invars[0] in raw:
+                if eqn.outvars[0].aval.dtype == raw[eqn.invars[0]].dtype:
+                    env[eqn.outvars[0]] = raw[eqn.invars[0]]
+        env |= {v: x.astype(v.aval.dtype) for v, x in raw.items()}
+        return traced.evaluate([traced.out], env)[0].astype(wide)
+
+    struct = lambda v: jax.ShapeDtypeStruct(
+        v.aval.shape, wide if jnp.issubdtype(v.aval.dtype, jnp.floating) else v.aval.dtype
+    )
+    return _program(program, jax.ShapeDtypeStruct((), wide), *[_INDEX] * 4, *map(struct, loaded))
+
+
+def _program(f: Callable, *avals) -> Jaxpr:
+    jaxpr = jax.make_jaxpr(f)(*avals)
+    jaxpr, _ = pe.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)
+    return intern(jaxpr)
+
+
+def _struct(x) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype)
+
+
+def _check_result(name: str, mod: Callable, shape, kind) -> None:
+    what = "a bool" if kind is jnp.bool_ else "a floating-point number"
+    ok = hasattr(shape, "shape") and shape.shape == () and jnp.issubdtype(shape.dtype, kind)
+    if not ok:
+        found = jax.tree.map(lambda x: x.dtype.name + str(list(x.shape)), shape)
+        raise ValueError(
+            f"`{name}` must return {what}, one scalar per score: "
+            f"`{getattr(mod, '__name__', mod)}` returned {found}. A mod is called with scalars "
+            f"({'score, ' if kind is jnp.floating else ''}b, h, q_idx, kv_idx), not with arrays of them."
+        )

@@ -1,0 +1,224 @@
+"""`flex_attention`: attention whose score and mask are the user's own functions.
+
+    out = softmax(mask(score_mod(scale q k^T))) v
+
+in O(T V) memory, with exact gradients for q, k, v, sinks and everything that the mods read, under
+every JAX transform. FlexAttention (Dong et al., arXiv:2412.05496) is the model for the two mods; here
+block maps need no building and closures no rules.
+
+The primitive computes the output and its log-sum-exp, `flex_attention_p`. Its derivative is a tile sum
+(`xform.primitives.tile_sum`), written down in `_jvp`; nothing else is needed for any order. Sinks act
+on (out, lse) alone and are ordinary JAX.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+from jaxtyping import Array, Float
+
+from xform._compat import apply_primitive
+from xform.lowering import blockwise, reference
+from xform.lowering._spec import Spec
+from xform.lowering._tile_fn import Attend, Jvp
+from xform.primitives._mods import take_apart
+from xform.primitives._rules import add_hidden_dim, join_axes, lower_without_axes, result_type
+from xform.primitives.block_map import block_map
+from xform.primitives.tile_sum import tile_sum
+
+
+class Aux(NamedTuple):
+    """What `flex_attention` returns beside the output, where asked for.
+
+    Attributes:
+      lse: natural log-sum-exp of the modified scores, sinks counted, `[B,T,H]`; minus infinity for
+        a row with no key. Differentiable.
+    """
+
+    lse: Float[Array, "B T H"] | None = None
+
+
+_AUX = ("lse",)
+_IMPLEMENTATIONS = (None, "blockwise", "reference")
+
+
+def flex_attention(
+    q: Float[Array, "B T H D"],
+    k: Float[Array, "B S K D"],
+    v: Float[Array, "B S K V"],
+    *,
+    score_mod: Callable | None = None,
+    mask_mod: Callable | None = None,
+    scale: float | Float[Array, ""] | None = None,
+    sinks: Float[Array, " H"] | None = None,
+    aux: Sequence[str] = (),
+    implementation: str | None = None,
+) -> Float[Array, "B T H V"] | tuple[Float[Array, "B T H V"], Aux]:
+    """Returns attention of q over k and v, with the user's functions inside.
+
+    The order is `q k^T scale`, `score_mod`, `mask_mod`, softmax with sinks. A row with no key gives 0;
+    what a mask hides has no influence on values or gradients, NaN and infinity included. H is a
+    multiple of K: query head h reads key/value head `h // (H // K)`.
+
+    Args:
+      q: queries.
+      k, v: keys and values, of the dtype of q.
+      score_mod: `score_mod(score, b, h, q_idx, kv_idx) -> score`, a function of scalars: the score in
+        float32 (float64 for float64 inputs) and four int32 indices. It may read arrays of its
+        closure; floating ones get exact gradients.
+      mask_mod: `mask_mod(b, h, q_idx, kv_idx) -> bool`, a function of scalars, or a mask object
+        (`causal() & sliding_window(1024)`). Tiles that it leaves empty cost nothing.
+      scale: factor on the scores; `D ** -0.5` if None.
+      sinks: one logit per query head that takes part in the softmax and has no value.
+      aux: further results by name: "lse".
+      implementation: "blockwise" (any device), "reference" (dense, for tests), or None to choose.
+
+    Returns:
+      The output in the dtype of q; with a non-empty `aux`, `(output, Aux)`.
+
+    Raises:
+      ValueError: on shapes, dtypes, mods or names that do not fit, all that is wrong at once.
+
+    >>> import jax, jax.numpy as jnp
+    >>> from xform import causal, flex_attention
+    >>> q, k, v = (jax.random.normal(key, (1, 64, 4, 16)) for key in jax.random.split(jax.random.key(0), 3))
+    >>> slopes = jnp.array([0.5, 0.25, 0.125, 0.0625])
+    >>> alibi = lambda score, b, h, q_idx, kv_idx: score - slopes[h] * (q_idx - kv_idx)
+    >>> flex_attention(q, k, v, score_mod=alibi, mask_mod=causal()).shape
+    (1, 64, 4, 16)
+    """
+    _check(q, k, v, sinks, aux, implementation)
+    if implementation == "reference":
+        out, lse = reference.attend(q, k, v, score_mod, mask_mod, scale)
+    else:
+        out, lse = _blockwise(q, k, v, score_mod, mask_mod, scale)
+    if sinks is not None:
+        out, lse = _with_sinks(out, lse, sinks)
+    return (out, Aux(lse=lse if "lse" in aux else None)) if aux else out
+
+
+def _blockwise(q, k, v, score_mod, mask_mod, scale):
+    wide = jnp.promote_types(q.dtype, jnp.float32)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    if isinstance(scale, jax.Array):  # it may be traced, and it has a gradient: a capture like others
+        score_mod, scale = partial(_scaled, score_mod, scale), 1.0
+    mods = take_apart(score_mod, mask_mod, wide)
+    spec = Spec(float(scale), jnp.dtype(q.dtype), mods.score, mods.reads, mods.mask, mods.mask_dims)
+    args = join_axes((q, k, v, *mods.captures, *mods.context))
+    return flex_attention_p.bind(*args, spec=spec, hidden=0)
+
+
+def _scaled(score_mod, scale, score, *index):
+    score = score * scale.astype(score.dtype)
+    return score if score_mod is None else score_mod(score, *index)
+
+
+def _with_sinks(out, lse, sinks):
+    """Adds one logit without a value to every row's softmax."""
+    total = jnp.logaddexp(lse, sinks.astype(lse.dtype))
+    share = jnp.exp(lse - jnp.where(jnp.isneginf(total), 0, total))
+    return (out * share[..., None]).astype(out.dtype), total
+
+
+flex_attention_p = Primitive("flex_attention")
+flex_attention_p.multiple_results = True
+
+
+def _split(args: Sequence, spec: Spec):
+    """q, k, v, captures, context."""
+    n = 3 + len(spec.reads)
+    return *args[:3], args[3:n], args[n:]
+
+
+def _structs(args, spec: Spec, hidden: int):
+    """Shapes and dtypes of out and lse."""
+    q, v = args[0], args[2]
+    lead = tuple(max(x.shape[d] for x in args) for d in range(hidden))
+    rows = (*lead, *q.shape[hidden:-1])
+    return [
+        jax.ShapeDtypeStruct((*rows, v.shape[-1]), spec.dtype),
+        jax.ShapeDtypeStruct(rows, spec.wide),
+    ]
+
+
+def _abstract(*args, spec, hidden):
+    return [result_type(s.shape, s.dtype, args[0]) for s in _structs(args, spec, hidden)]
+
+
+def _impl(*args, spec, hidden):
+    out, lse = _structs(args, spec, hidden)
+    q, k, v, captures, context = _split(args, spec)
+    if 0 in q.shape or 0 in k.shape or 0 in v.shape:
+        return [jnp.zeros(out.shape, out.dtype), jnp.full(lse.shape, -jnp.inf, lse.dtype)]
+    return blockwise.attend(spec, block_map, hidden, q, k, v, captures, context)
+
+
+def _jvp(primals, tangents, *, spec, hidden):
+    """With A = sum_j p_ij v_j and L = sum_j p_ij at fixed p's normaliser: see `Attend`.
+
+    `d lse = dL` and `d out = dA - dL out`. Transposed, with `do` and `dlse` the cotangents, this gives A
+    the cotangent `do` and L the cotangent `dlse - out . do`, the "delta" of FlashAttention.
+    """
+    q, k, v, captures, context = _split(primals, spec)
+    dq, dk, dv, dcaptures, _ = _split(tangents, spec)
+    out, lse = flex_attention_p.bind(*primals, spec=spec, hidden=hidden)
+    moving = (dq, None, dk, dv, *dcaptures)
+    nonzero = tuple(t is not None and type(t) is not ad.Zero for t in moving)
+    operands = [q, lse, k, v, *captures, *(t for t, z in zip(moving, nonzero, strict=True) if z)]
+    wide = [jax.ShapeDtypeStruct(x.shape, spec.wide) for x in (out, lse)]
+    fn = Jvp(Attend(spec), nonzero)
+    d_sum, d_lse = tile_sum(fn, operands, context, hidden=hidden, outs=wide)
+    d_out = d_sum - d_lse[..., None] * out
+    return [out, lse], [d_out.astype(out.dtype), d_lse]
+
+
+def _batch(args, dims, *, spec, hidden):
+    args, _ = add_hidden_dim(args, dims)
+    return flex_attention_p.bind(*args, spec=spec, hidden=hidden + 1), [0, 0]
+
+
+flex_attention_p.def_impl(partial(apply_primitive, flex_attention_p))
+flex_attention_p.def_abstract_eval(_abstract)
+ad.primitive_jvps[flex_attention_p] = _jvp
+batching.primitive_batchers[flex_attention_p] = _batch
+mlir.register_lowering(flex_attention_p, lower_without_axes(_impl))
+
+
+def _check(q, k, v, sinks, aux, implementation) -> None:
+    """Raises one error that lists everything wrong with the arguments."""
+    wrong = []
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.ndim != 4:
+            wrong.append(f"`{name}` has shape {x.shape}; needed are 4 dimensions, [B, length, heads, size]")
+        if not jnp.issubdtype(x.dtype, jnp.floating):
+            wrong.append(f"`{name}` has dtype {x.dtype}; needed is a floating-point dtype")
+    if not wrong:
+        wrong += _misfits(q, k, v, sinks)
+    if unknown := [name for name in aux if name not in _AUX]:
+        wrong.append(f"`aux` asks for {unknown}; there is {list(_AUX)}")
+    if implementation not in _IMPLEMENTATIONS:
+        wrong.append(f"`implementation` is {implementation!r}; there is {list(_IMPLEMENTATIONS)}")
+    if wrong:
+        raise ValueError("flex_attention: " + "; ".join(wrong) + ".")
+
+
+def _misfits(q, k, v, sinks) -> list[str]:
+    (b, _, h, d), (_, s, kv, _) = q.shape, k.shape
+    wrong = []
+    if not q.dtype == k.dtype == v.dtype:
+        wrong.append(f"dtypes differ (q {q.dtype}, k {k.dtype}, v {v.dtype}): cast them to one")
+    if k.shape != (b, s, kv, d):
+        wrong.append(f"`k` has shape {k.shape}; with q {q.shape} it needs batch {b} and head size {d}")
+    if v.shape[:3] != (b, s, kv):
+        wrong.append(f"`v` has shape {v.shape}; with q {q.shape} and k {k.shape} it needs [{b}, {s}, {kv}, V]")
+    if kv == 0 or h % kv:
+        wrong.append(f"{h} query heads are no multiple of {kv} key/value heads")
+    if sinks is not None and sinks.shape != (h,):
+        wrong.append(f"`sinks` has shape {sinks.shape}; needed is one per query head, ({h},)")
+    return wrong

@@ -1,0 +1,230 @@
+"""Who may look at whom, as values: masks that are called, combined and printed like the sentences they are.
+
+A mask is a scalar function `mask(b, h, q_idx, kv_idx) -> bool` of the batch, head, query and key index, where `h` is the
+query head. Any such Python function will do; the objects here add `& | ~` (with plain functions on either side), a
+readable `repr`, and numbers that may be traced arrays: a mask is a pytree, so that a layer's window can be scanned over.
+
+A variant is a class of a few lines:
+
+    @_mask
+    class prefix(Mask):
+        n: ArrayLike
+
+        def __call__(self, b, h, q_idx, kv_idx):
+            return kv_idx < self.n
+
+Variants compare on two sides, `lo < x` and `x <= hi`, where one might write `abs(x) < w`: interval analysis finds the
+same tiles in both, and Hopper's assembler has miscompiled the second.
+"""
+
+from collections.abc import Callable
+from dataclasses import MISSING, dataclass, field, fields
+from typing import dataclass_transform
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike
+
+type MaskMod = Callable[[ArrayLike, ArrayLike, ArrayLike, ArrayLike], ArrayLike]
+"""`mask(b, h, q_idx, kv_idx) -> bool`, a mask object or a plain function, on scalars."""
+
+
+class Mask:
+    """What all masks share: the operators and the printed form."""
+
+    def __call__(self, b, h, q_idx, kv_idx) -> ArrayLike:
+        raise NotImplementedError(f"`{type(self).__name__}` is a mask without a `__call__`.")
+
+    def __and__(self, other: MaskMod) -> "Mask":
+        return _and(self, _as_mask(other))
+
+    def __rand__(self, other: MaskMod) -> "Mask":
+        return _and(_as_mask(other), self)
+
+    def __or__(self, other: MaskMod) -> "Mask":
+        return _or(self, _as_mask(other))
+
+    def __ror__(self, other: MaskMod) -> "Mask":
+        return _or(_as_mask(other), self)
+
+    def __invert__(self) -> "Mask":
+        return _not(self)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join(filter(None, map(self._show, fields(self))))})"
+
+    def _show(self, f) -> str:
+        value = getattr(self, f.name)
+        if f.default is not MISSING and value is f.default:
+            return ""
+        if isinstance(value, jax.core.Tracer) or np.ndim(value):
+            return f"{f.name}: {_type(value)}"
+        return f"{f.name}={value}" if f.kw_only else str(value)
+
+
+def _type(x) -> str:
+    return f"{x.dtype}[{','.join(map(str, x.shape))}]" if hasattr(x, "dtype") else type(x).__name__
+
+
+@dataclass_transform(frozen_default=True, eq_default=False)
+def _mask[M: type](cls: M) -> M:
+    """Makes a variant: a frozen dataclass and a pytree, equal to itself alone since its fields may be arrays."""
+    return jax.tree_util.register_dataclass(dataclass(frozen=True, eq=False, repr=False)(cls))
+
+
+@_mask
+class causal(Mask):
+    """A query sees its own key and those before it: `q_idx + offset >= kv_idx`.
+
+    Args:
+        offset: the position of query 0 among the keys, as in decoding with a cache; a scalar.
+
+    >>> causal()(0, 0, 2, 3), causal(offset=1)(0, 0, 2, 3)
+    (False, True)
+    """
+
+    offset: ArrayLike = field(default=0, kw_only=True)
+
+    def __call__(self, b, h, q_idx, kv_idx):
+        return q_idx + self.offset >= kv_idx
+
+
+@_mask
+class sliding_window(Mask):
+    """A query sees the last `size` keys, its own included, and `right` keys after it.
+
+    The keys are `q_idx - size < kv_idx <= q_idx + right`: `sliding_window(size)` is causal by itself, and is what
+    model configurations call `sliding_window=size`. FlashAttention's `window_size=(left, right)` is
+    `sliding_window(left + 1, right=right)`.
+
+    Args:
+        size: how many keys, counted back from the query's own; a scalar.
+        right: how many keys after the query's own; a scalar.
+
+    >>> [k for k in range(9) if sliding_window(3, right=1)(0, 0, 5, k)]
+    [3, 4, 5, 6]
+    """
+
+    size: ArrayLike
+    right: ArrayLike = field(default=0, kw_only=True)
+
+    def __call__(self, b, h, q_idx, kv_idx):
+        return jnp.logical_and(kv_idx > q_idx - self.size, kv_idx <= q_idx + self.right)
+
+
+@_mask
+class prefix(Mask):
+    """Every query sees the first `n` keys; `prefix(n) | causal()` is the mask of a prefix language model.
+
+    Args:
+        n: how many keys: a scalar, or `[B]`, one length for each sequence of the batch.
+
+    Raises:
+        ValueError: `n` has more dimensions.
+
+    >>> [bool(prefix(jnp.array([1, 3]))(b, 0, 0, 2)) for b in (0, 1)]
+    [False, True]
+    """
+
+    n: ArrayLike
+
+    def __call__(self, b, h, q_idx, kv_idx):
+        return kv_idx < _of_batch("prefix(n)", self.n, b, 0)
+
+
+@_mask
+class documents(Mask):
+    """A query sees the keys of its own document: those of equal id. Ids may come in any order.
+
+    Args:
+        ids: integers `[T]`, or `[B,T]` for a batch of packed sequences: the document of each query.
+        kv_ids: the documents of the keys, `[S]` or `[B,S]`; None if they are those of the queries.
+
+    Raises:
+        ValueError: ids have another number of dimensions.
+
+    >>> mask = documents(jnp.array([7, 7, 2]))
+    >>> [[bool(mask(0, 0, q, k)) for k in range(3)] for q in (1, 2)]
+    [[True, True, False], [False, False, True]]
+    """
+
+    ids: ArrayLike
+    kv_ids: ArrayLike | None = None
+
+    def __call__(self, b, h, q_idx, kv_idx):
+        ids = _of_batch("documents(ids)", self.ids, b, 1)
+        kv_ids = ids if self.kv_ids is None else _of_batch("documents(kv_ids)", self.kv_ids, b, 1)
+        return ids[q_idx] == kv_ids[kv_idx]
+
+
+def _of_batch(name: str, x: ArrayLike, b, ndim: int):
+    """What sequence `b` has of an array that may lead with a batch dimension."""
+    x = jnp.asarray(x)
+    if x.ndim not in (ndim, ndim + 1):
+        names = {0: "a scalar or [B]", 1: "[T] or [B,T]"}[ndim]
+        raise ValueError(
+            f"`{name}` has shape {list(x.shape)}; it must be {names}: reduce or index the other dimensions first."
+        )
+    return x[b] if x.ndim > ndim else x
+
+
+# ---- Combinations ----------------------------------------------------------------------------------------------------
+
+
+@_mask
+class _and(Mask):
+    left: Mask
+    right: Mask
+
+    def __call__(self, b, h, q_idx, kv_idx):
+        return jnp.logical_and(self.left(b, h, q_idx, kv_idx), self.right(b, h, q_idx, kv_idx))
+
+    def __repr__(self):
+        left, right = (f"({m!r})" if isinstance(m, _or) else repr(m) for m in (self.left, self.right))
+        return f"{left} & {right}"
+
+
+@_mask
+class _or(Mask):
+    left: Mask
+    right: Mask
+
+    def __call__(self, b, h, q_idx, kv_idx):
+        return jnp.logical_or(self.left(b, h, q_idx, kv_idx), self.right(b, h, q_idx, kv_idx))
+
+    def __repr__(self):
+        return f"{self.left!r} | {self.right!r}"
+
+
+@_mask
+class _not(Mask):
+    mask: Mask
+
+    def __call__(self, b, h, q_idx, kv_idx):
+        return jnp.logical_not(self.mask(b, h, q_idx, kv_idx))
+
+    def __repr__(self):
+        return f"~({self.mask!r})" if isinstance(self.mask, _and | _or) else f"~{self.mask!r}"
+
+
+@_mask
+class _function(Mask):
+    f: MaskMod = field(metadata={"static": True})
+
+    def __call__(self, b, h, q_idx, kv_idx):
+        return self.f(b, h, q_idx, kv_idx)
+
+    def __repr__(self):
+        return getattr(self.f, "__name__", repr(self.f))
+
+
+def _as_mask(x: MaskMod) -> Mask:
+    if isinstance(x, Mask):
+        return x
+    if callable(x):
+        return _function(x)
+    raise TypeError(
+        f"a mask combines with masks and with functions of `(b, h, q_idx, kv_idx)`, not with {type(x).__name__}: "
+        "wrap an array that says which pairs to keep as `lambda b, h, q_idx, kv_idx: keep[q_idx, kv_idx]`."
+    )

@@ -1,0 +1,115 @@
+"""`tile_sum_p`: sums over tiles, closed under every order of derivative.
+
+A tile sum evaluates `sum_j f(row_i, col_j, shared)` for all rows i, and the sums over i that belong to
+columns, and the sums over both that belong to shared arrays, without ever holding more than a tile of
+what is inside. Its derivative is the tile sum of f's derivative, its transpose the tile sum of f's
+transpose, with the same kinds of operands and results (row to row, column to column, shared to
+shared). So one jvp rule and one transpose rule serve reverse mode, forward mode and all their
+compositions, at fused memory.
+
+The functions are terms of `xform.lowering._tile_fn`; `hidden` counts the leading dimensions that vmap
+has added, in which every operand has its full size or 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+
+from xform._compat import apply_primitive
+from xform.lowering import blockwise
+from xform.lowering._tile_fn import COL, ROW, Jvp, TileFn, Transpose, merge
+from xform.primitives._rules import add_hidden_dim, join_axes, lower_without_axes, result_type
+from xform.primitives.block_map import block_map
+
+
+def tile_sum(fn: TileFn, operands: Sequence, context: Sequence, *, hidden: int, outs: Sequence) -> list:
+    """Sums `fn` over all pairs of a row and a column.
+
+    Args:
+      fn: the function of tiles.
+      operands: one array per operand of `fn`: rows `[*hidden,B,T,H,...]`, columns
+        `[*hidden,B,S,K,...]`, captured arrays `[*hidden,...]`.
+      context: arrays that masks and indices read, `[*hidden,...]`; they get no derivative.
+      hidden: number of hidden dimensions.
+      outs: shape and dtype of each result.
+
+    Returns:
+      One array for each of `outs`.
+    """
+    outs = tuple((tuple(o.shape), jnp.dtype(o.dtype)) for o in outs)
+    args = join_axes((*operands, *context))
+    return tile_sum_p.bind(*args, fn=fn, hidden=hidden, outs=outs)
+
+
+tile_sum_p = Primitive("tile_sum")
+tile_sum_p.multiple_results = True
+
+
+def _split(args: Sequence, fn: TileFn) -> tuple[Sequence, Sequence]:
+    """Operands and context."""
+    n = len(fn.operands)
+    return args[:n], args[n:]
+
+
+def _abstract(*args, fn, hidden, outs):
+    del fn, hidden
+    return [result_type(shape, dtype, args[0]) for shape, dtype in outs]
+
+
+def _impl(*args, fn, hidden, outs):
+    operands, context = _split(args, fn)
+    structs = [jax.ShapeDtypeStruct(*out) for out in outs]
+    if any(0 in x.shape for x, k in zip(operands, fn.operands, strict=True) if k in (ROW, COL)):
+        return [jnp.zeros(s.shape, s.dtype) for s in structs]
+    return blockwise.tile_sum(fn, block_map, hidden, structs, operands, context)
+
+
+def _jvp(primals, tangents, *, fn, hidden, outs):
+    operands, context = _split(primals, fn)
+    tangents, _ = _split(tangents, fn)
+    nonzero = tuple(type(t) is not ad.Zero for t in tangents)
+    moving = [t for t, z in zip(tangents, nonzero, strict=True) if z]
+    bind = partial(tile_sum, context=context, hidden=hidden, outs=_structs(outs))
+    return bind(fn, operands), bind(Jvp(fn, nonzero), [*operands, *moving])
+
+
+def _transpose(cts, *args, fn, hidden, outs):
+    operands, context = _split(args, fn)
+    linear = tuple(ad.is_undefined_primal(x) for x in operands)
+    avals = [x.aval for x, z in zip(operands, linear, strict=True) if z]
+    known = [x for x, z in zip(operands, linear, strict=True) if not z]
+    cts = [
+        jnp.zeros(*out) if type(ct) is ad.Zero else ct for ct, out in zip(cts, outs, strict=True)
+    ]
+    kinds = [k for k, z in zip(fn.operands, linear, strict=True) if z]
+    shapes = tuple(
+        a.shape[hidden + 3 * (k in (ROW, COL)) :] for a, k in zip(avals, kinds, strict=True)
+    )
+    fn = Transpose(fn, linear, shapes)
+    grads = tile_sum(fn, [*known, *cts], context, hidden=hidden, outs=avals)
+    return [*merge(linear, grads, [None] * len(known)), *(None for _ in context)]
+
+
+def _batch(args, dims, *, fn, hidden, outs):
+    args, size = add_hidden_dim(args, dims)
+    outs = tuple(((size, *shape), dtype) for shape, dtype in outs)
+    results = tile_sum_p.bind(*args, fn=fn, hidden=hidden + 1, outs=outs)
+    return results, [0] * len(results)
+
+
+def _structs(outs):
+    return [jax.ShapeDtypeStruct(*out) for out in outs]
+
+
+tile_sum_p.def_impl(partial(apply_primitive, tile_sum_p))
+tile_sum_p.def_abstract_eval(_abstract)
+ad.primitive_jvps[tile_sum_p] = _jvp
+ad.primitive_transposes[tile_sum_p] = _transpose
+batching.primitive_batchers[tile_sum_p] = _batch
+mlir.register_lowering(tile_sum_p, lower_without_axes(_impl))
