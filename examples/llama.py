@@ -2,7 +2,8 @@
 
 The model is written once. On one device it is called as it stands. Inside `jax.shard_map`, with the
 parameters split as `SPECS` says and `tp` naming the mesh axis, each device holds some of the heads
-and some of the feed-forward units; the two sums in `layer` join what they computed.
+and some of the feed-forward units. Each block then begins where devices `part` ways, and ends where
+they `join` what they computed.
 
 Shapes are the suffixes of names:
 
@@ -111,10 +112,10 @@ def logits(params: dict, tokens_BT, ids_BT, config: Config, *, tp: str | None = 
 
 def layer(x_BTM, p: dict, mask, rotation, config: Config, tp: str | None):
     """One layer: attention, then a gated feed-forward block, each added to the stream."""
-    normed_BTM = rms_norm(x_BTM, p["attention_norm"])
-    x_BTM += sum_over(tp, attention(normed_BTM, p, mask, rotation, config))
-    normed_BTM = rms_norm(x_BTM, p["hidden_norm"])
-    return x_BTM + sum_over(tp, swiglu(normed_BTM, p))
+    normed_BTM = part(rms_norm(x_BTM, p["attention_norm"]), tp)
+    x_BTM += join(attention(normed_BTM, p, mask, rotation, config), tp)
+    normed_BTM = part(rms_norm(x_BTM, p["hidden_norm"]), tp)
+    return x_BTM + join(swiglu(normed_BTM, p), tp)
 
 
 def attention(x_BTM, p: dict, mask, rotation, config: Config):
@@ -151,8 +152,13 @@ def rotate(x_BTHD, rotation):
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
 
 
-def sum_over(axis: str | None, x):
-    """Returns the sum of `x` over a mesh axis; `x` itself where there is none."""
+def part(x, axis: str | None):
+    """Returns `x` for use in work split over the axis; its gradients are summed over it, once."""
+    return x if axis is None else jax.lax.pcast(x, axis, to="varying")
+
+
+def join(x, axis: str | None):
+    """Returns the sum of the devices' `x` over the axis."""
     return x if axis is None else jax.lax.psum(x, axis)
 
 

@@ -10,6 +10,8 @@ from jax.extend.core import Jaxpr, JaxprEqn
 
 from xform._compat import user_frames
 
+UNKNOWN = "unknown"
+
 _PACKAGE = str(Path(__file__).parents[1])
 
 
@@ -54,8 +56,9 @@ class Site:
 
     @property
     def line(self) -> str:
-        """The user's line that made the equation, as `source_line` gives it."""
-        return source_line(self.eqn)
+        """The user's line that made the equation, or else the innermost one that encloses it."""
+        eqns = (self.eqn, *(eqn for eqn, _ in reversed(self.parents)))
+        return next((line for line in map(source_line, eqns) if line != UNKNOWN), UNKNOWN)
 
 
 def walk(jaxpr: Jaxpr) -> Iterator[Site]:
@@ -112,9 +115,10 @@ def _labelled(value: Any, label: str) -> Iterator[tuple[str, Jaxpr]]:
 def source_line(eqn: JaxprEqn) -> str:
     """Returns the user's line that made an equation, as `"file:line (function)"`.
 
-    Frames of JAX and of xform are skipped. Where JAX recorded no other, the answer is `"unknown"`.
+    Frames of JAX and of xform are skipped. Where JAX recorded no other, as in `lax.map(jnp.sin, x)`,
+    whose body calls no user function, the answer is `"unknown"`.
     """
     for frame in user_frames(eqn.source_info.traceback):
         if not frame.file_name.startswith(_PACKAGE):
             return f"{frame.file_name}:{frame.start_line} ({frame.function_name})"
-    return "unknown"
+    return UNKNOWN

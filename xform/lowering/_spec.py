@@ -7,6 +7,7 @@ object): equal programs give equal primitive parameters, and nothing is compiled
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
@@ -27,8 +28,9 @@ class At:
       q: int32 `[q]`, true query indices, at most T-1.
       k: int32 `[k]`, true key indices, at most S-1.
       context: whole arrays read by masks and by the index expressions of reads.
-      visible: bool `[1 or g, q, k]`, or None where the tile is full.
+      visible: bool tile with g heads or 1, or None where the tile is full.
       finite: bool scalar, whether all row and column operands are finite.
+      key_major: whether tiles are stored `[k, g, q]`, not `[g, q, k]`.
     """
 
     b: jax.Array
@@ -38,18 +40,39 @@ class At:
     context: tuple[jax.Array, ...] = ()
     visible: jax.Array | None = None
     finite: jax.Array | None = None
+    key_major: bool = False
+
+    @property
+    def tile_dims(self) -> str:
+        """The dimensions of a tile in order of storage."""
+        return "khq" if self.key_major else "hqk"
 
     def over(self, dims: str, f, *args, arg_dims: tuple[str, ...] = ()):
-        """Evaluates scalar `f(b, h, q, k, *args)` at every point of `dims`, a substring of "hqk".
+        """Evaluates scalar `f(b, h, q, k, *args)` at every point of `dims`, some of "hqk" in any order.
 
         `args` carry the dimensions named in `arg_dims`. What depends on fewer indices is computed
         once per row or column, not once per element: nested `vmap`s see to that.
         """
-        all_dims = ("", "h", "q", "k", *arg_dims)
-        for dim in reversed(dims):
-            f = jax.vmap(f, in_axes=tuple(0 if dim in d else None for d in all_dims))
         pick = lambda dim, x: x if dim in dims else x[0]
-        return f(self.b, pick("h", self.h), pick("q", self.q), pick("k", self.k), *args)
+        index = (self.b, pick("h", self.h), pick("q", self.q), pick("k", self.k))
+        return _over(dims, f, ("", "h", "q", "k", *arg_dims))(*index, *args)
+
+    def of_rows(self, x):
+        """Row statistics `[g,q]`, to be broadcast against a tile."""
+        return x[None] if self.key_major else x[..., None]
+
+    def sum_keys(self, tile):
+        """Sums a tile over its keys, `[g,q]`."""
+        return tile.sum(0 if self.key_major else -1)
+
+
+def _over(dims: str, f, arg_dims: tuple[str, ...]):
+    """`f` mapped over `dims`, outermost first, for arguments that carry `arg_dims`."""
+    if not dims:
+        return f
+    dim, rest = dims[0], tuple(d.replace(dims[0], "") for d in arg_dims)
+    axes = tuple(d.index(dim) if dim in d else None for d in arg_dims)
+    return jax.vmap(_over(dims[1:], f, rest), in_axes=axes)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,8 +171,16 @@ class Spec:
         return jnp.promote_types(self.dtype, jnp.float32)
 
     def visible(self, at: At):
-        """The mask over a tile, bool `[1 or h, q, k]`."""
+        """The mask over a tile, with g heads or 1."""
         program = jaxpr_as_fun(self.mask)
-        dims = "hqk" if "h" in self.mask_dims else "qk"
+        dims = at.tile_dims if "h" in self.mask_dims else at.tile_dims.replace("h", "")
         mask = at.over(dims, lambda b, h, q, k: program(b, h, q, k, *at.context)[0])
-        return mask.reshape(-1, *mask.shape[-2:])
+        return mask if "h" in dims else jnp.expand_dims(mask, at.tile_dims.index("h"))
+
+    @property
+    def scale_scores(self) -> bool:
+        """Whether the scale must go on the scores: on narrow queries it would cost a rounding.
+
+        On the queries it costs `D` multiplications per row, not `S`.
+        """
+        return self.dtype != self.wide and math.frexp(abs(self.scale))[0] != 0.5

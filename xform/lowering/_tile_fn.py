@@ -49,23 +49,40 @@ def scores(spec: Spec, at: At, q, k, shared):
     In a partial tile the mod sees 0 instead of what is hidden, on the way in: then neither its
     value nor its derivative there can be NaN times 0.
     """
-    s = contract(q, k, out="tile", dtype=spec.dtype, visible=at.visible, finite=at.finite)
-    s = s * jnp.asarray(spec.scale, s.dtype)
-    reads = [r for group in shared for r in group]
-    dims = tuple(r.dims for group in spec.reads for r in group)
+    q = q if spec.scale_scores else q * jnp.asarray(spec.scale, q.dtype)
+    s = _contract(spec, at, q, k, "tile")
+    s = s * jnp.asarray(spec.scale, s.dtype) if spec.scale_scores else s
     if spec.score is not None:
-        mod = jaxpr_as_fun(spec.score)
-        if at.visible is None:
-            s = at.over("hqk", lambda b, h, q, k, s, *r: mod(s, b, h, q, k, *r)[0], s, *reads,
-                        arg_dims=("hqk", *dims))
-        else:
-            def masked(b, h, q, k, visible, s, *reads):
-                seen = [jnp.where(visible, r, jnp.zeros_like(r)) for r in reads]
-                return mod(s, b, h, q, k, *seen)[0]
-
-            visible = jnp.broadcast_to(at.visible, s.shape)
-            s = at.over("hqk", masked, visible, s, *reads, arg_dims=("hqk", "hqk", *dims))
+        s = _modified(spec, at, s, [x for group in shared for x in group])
     return s if at.visible is None else jnp.where(at.visible, s, -jnp.inf)
+
+
+def weighted(spec: Spec, at: At, p, v):
+    """`sum_j p_ij v_j` over a tile, `[g,q,v]`."""
+    return _contract(spec, at, p, v, "row")
+
+
+def _modified(spec: Spec, at: At, s, loaded):
+    """The score mod at every point of a tile."""
+    mod = jaxpr_as_fun(spec.score)
+    dims = (at.tile_dims, *(read.dims for group in spec.reads for read in group))
+    if at.visible is None:
+        unmasked = lambda b, h, q, k, s, *reads: mod(s, b, h, q, k, *reads)[0]
+        return at.over(at.tile_dims, unmasked, s, *loaded, arg_dims=dims)
+
+    def masked(b, h, q, k, visible, s, *reads):
+        seen = [jnp.where(visible, x, jnp.zeros_like(x)) for x in reads]
+        return mod(s, b, h, q, k, *seen)[0]
+
+    visible = jnp.broadcast_to(at.visible, s.shape)
+    return at.over(at.tile_dims, masked, visible, s, *loaded, arg_dims=(at.tile_dims, *dims))
+
+
+def _contract(spec: Spec, at: At, x, y, out):
+    return contract(
+        x, y, out=out, dtype=spec.dtype,
+        key_major=at.key_major, visible=at.visible, finite=at.finite,
+    )  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,9 +110,8 @@ class Attend:
     def __call__(self, at: At, q, lse, k, v, *shared):
         s = scores(self.spec, at, q, k, shared)
         lse = jnp.where(jnp.isneginf(lse), 0, lse)  # a row with no key: exp(-inf - 0) = 0
-        p = jnp.exp(s - lse[..., None])
-        out = contract(p, v, out="row", dtype=self.spec.dtype, visible=at.visible, finite=at.finite)
-        return [out, p.sum(-1)]
+        p = jnp.exp(s - at.of_rows(lse))
+        return [weighted(self.spec, at, p, v), at.sum_keys(p)]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -22,9 +22,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from xform.lowering._contract import contract
 from xform.lowering._spec import At, Spec
-from xform.lowering._tile_fn import COL, ROW, TileFn, scores
+from xform.lowering._tile_fn import COL, ROW, TileFn, scores, weighted
 from xform.lowering._units import Units
 
 # Scores of one step, all batched heads together: 1 MiB in float32, about one core's L2 cache.
@@ -130,7 +129,8 @@ class Grid:
             return at
         visible = jnp.ones((1, 1, 1), bool) if self.spec.mask is None else self.spec.visible(at)
         if self.ragged:
-            visible &= self.row.inside(i)[:, None] & self.col.inside(j)
+            inside = self.row.inside(i)[:, None] & self.col.inside(j)
+            visible &= inside.T[:, None] if at.key_major else inside
         return dataclasses.replace(at, visible=visible)
 
     def fold(self, along: str, index, step: Callable, carry):
@@ -146,7 +146,7 @@ class Grid:
         codes = self.kinds[index] if along == ROW else self.kinds[:, index]
         for code, masked in ((PARTIAL, True), (FULL, False)):
             seen = jnp.cumsum((codes == code).astype(jnp.int32))
-            nth = lambda n, seen=seen: jnp.searchsorted(seen, n + 1).astype(jnp.int32)
+            nth = lambda n, seen=seen: jnp.sum(seen <= n, dtype=jnp.int32)
             carry = lax.fori_loop(
                 0, seen[-1], lambda n, c, nth=nth, masked=masked: step(masked, nth(n), c), carry
             )
@@ -172,11 +172,11 @@ def attend(spec: Spec, block_map: BlockMap, hidden: int, q, k, v, captures, cont
       out `[*hidden,B,T,H,V]` and the log-sum-exp `[*hidden,B,T,H]` in the wide dtype.
     """
     units, row, col = _plan(spec, hidden, q, k, (q, k, v, *captures, *context), context, False)
-    finite = _all_finite((q, k, v))
+    finite, none = _all_finite((q, k, v)), jnp.arange(0)
 
     def unit(b, h, q, k, v, *arrays):
         captures, context = arrays[: len(spec.reads)], arrays[len(spec.reads) :]
-        at = At(b, h, jnp.arange(0), jnp.arange(0), context, finite=finite)
+        at = At(b, h, none, none, context, finite=finite)
         return _attend_unit(Grid.of(row, col, spec, at, block_map), q, k, v, captures)
 
     operands = [
@@ -201,16 +201,15 @@ def _attend_unit(grid: Grid, q, k, v, captures):
             at = grid.tile(i, j, masked)
             reads = [_load(g, x, at, wide) for g, x in zip(spec.reads, captures, strict=True)]
             s = scores(spec, at, q_tile, grid.col.take(k, j), reads)
-            # The maximum and the exponential must see one value, not two roundings of it.
-            s = lax.optimization_barrier(s)
+            if spec.score is not None:
+                # The maximum and the exponential must see one value of the mod, not two roundings
+                # of it, and should not compute it twice.
+                s = lax.optimization_barrier(s.reshape(-1, s.shape[-1])).reshape(s.shape)
             new = jnp.maximum(top, s.max(-1))
             base = jnp.where(jnp.isneginf(new), 0, new)
             p, keep = jnp.exp(s - base[..., None]), jnp.exp(top - base)
-            weighted = contract(
-                p, grid.col.take(v, j), out="row", dtype=spec.dtype,
-                visible=at.visible, finite=at.finite,
-            )  # fmt: skip
-            return new, total * keep + p.sum(-1), acc * keep[..., None] + weighted
+            pv = weighted(spec, at, p, grid.col.take(v, j))
+            return new, total * keep + p.sum(-1), acc * keep[..., None] + pv
 
         empty = jnp.zeros((*shape, v.shape[-1]), wide)
         start = jnp.full(shape, -jnp.inf, wide), jnp.zeros(shape, wide), empty
@@ -245,13 +244,14 @@ def tile_sum(fn: TileFn, block_map: BlockMap, hidden: int, outs: Sequence, opera
     )
     arrays = (*operands, *context)
     units, row, col = _plan(fn.spec, hidden, first(ROW), first(COL), arrays, context, large)
+    none = jnp.arange(0)
     finite = _all_finite(x for x, k in zip(operands, fn.operands, strict=True) if k in (ROW, COL))
     enter = {ROW: partial(units.rows, length=row.padded), COL: partial(units.cols, length=col.padded)}
     leave = {ROW: partial(units.user_rows, length=row.length), COL: partial(units.user_cols, length=col.length)}
 
     def unit(b, h, *arrays):
         arrays, context = arrays[: len(operands)], arrays[len(operands) :]
-        at = At(b, h, jnp.arange(0), jnp.arange(0), context, finite=finite)
+        at = At(b, h, none, none, context, finite=finite, key_major=COL in fn.results)
         grid = Grid.of(row, col, fn.spec, at, block_map)
         return _tile_sum_unit(fn, grid, arrays, trailing)
 
@@ -271,7 +271,7 @@ def _tile_sum_unit(fn: TileFn, grid: Grid, arrays, trailing):
     `outer` is the side whose results are finished tile by tile; the other side's are added to in place.
     """
     wide = fn.spec.wide
-    outer = COL if COL in fn.results else ROW
+    outer = COL if grid.at.key_major else ROW
     sides = {ROW: grid.row, COL: grid.col}
     group = (grid.at.h.shape[0],)
     lead = {ROW: group, COL: ()}
@@ -343,4 +343,5 @@ def _widen(x, wide):
 
 
 def _all_finite(arrays):
-    return jnp.all(jnp.array([jnp.isfinite(x).all() for x in arrays]))
+    """Whether all of `arrays` are finite; a maximum keeps NaN and is one pass."""
+    return jnp.stack([jnp.isfinite(jnp.max(jnp.abs(x))) for x in arrays]).all()

@@ -110,6 +110,13 @@ def _hull(*values: Array) -> Interval:
     return Interval(reduce(jnp.minimum, values), reduce(jnp.maximum, values))
 
 
+def union(a: Interval, b: Interval) -> Interval:
+    """The smallest interval around both."""
+    known = a.residues is not None and b.residues is not None
+    bits = a.residues | b.residues if known else None
+    return Interval(jnp.minimum(a.lo, b.lo), jnp.maximum(a.hi, b.hi), bits)
+
+
 def _where(known: Array, x: Interval) -> Interval:
     """`x` where `known`, else any value."""
     lo, hi = _limits(x.lo.dtype)
@@ -415,24 +422,15 @@ def _is_finite(a):
 
 
 def _select(which, *cases, **_):
-    which, *cases = _align(which, *cases)
-    last = len(cases) - 1
-    first, final = (jnp.clip(end.astype(jnp.int32), 0, last) for end in (which.lo, which.hi))
-    chosen = None
-    for i, case in enumerate(cases):
-        possible = (first <= i) & (i <= final)
-        chosen = case if chosen is None else _union(chosen, case, possible, i > first)
+    which, chosen, *others = _align(which, *cases)
+    first, last = (jnp.clip(end, 0, len(others)) for end in (which.lo, which.hi))
+    for i, case in enumerate(others, start=1):
+        both = union(chosen, case)
+        pick = lambda a, b, ab, i=i: jnp.where(last < i, a, jnp.where(first >= i, b, ab))
+        bits = None if both.residues is None else pick(chosen.residues, case.residues, both.residues)
+        ends = (pick(*(getattr(x, end) for x in (chosen, case, both))) for end in ("lo", "hi"))
+        chosen = Interval(*ends, bits)
     return chosen
-
-
-def _union(a: Interval, b: Interval, take_b: Array, keep_a: Array) -> Interval:
-    """`a` and `b`, or the one that is possible."""
-    both = _hull(a.lo, a.hi, b.lo, b.hi)
-    pick = lambda a, b, both: jnp.where(take_b, jnp.where(keep_a, both, b), a)
-    bits = None
-    if a.residues is not None and b.residues is not None:
-        bits = pick(a.residues, b.residues, a.residues | b.residues)
-    return Interval(pick(a.lo, b.lo, both.lo), pick(a.hi, b.hi, both.hi), bits)
 
 
 def _argmax(a, *, axes, index_dtype, **_):

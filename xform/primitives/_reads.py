@@ -8,61 +8,65 @@ are taken one dimension after the other.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from xform.primitives._intervals import RULES, Interval, interval, ordered, residues, unknown
+from xform.primitives._intervals import RULES, Interval, interval, ordered, point, union, unknown
 
 
-def over_range(combine: Callable, x: Array, lo: Array, hi: Array) -> Array:
-    """Combines `x[i]` over `lo <= i <= hi`.
+def over_range(x: Interval, first: Array, last: Array) -> Interval:
+    """The union of `x[i]` over `first <= i <= last`.
 
     Args:
-        combine: an associative, commutative and idempotent function: a minimum, maximum or union.
-        x: `[n, *rest]`, n > 0.
-        lo, hi: int32 of one shape, `0 <= lo <= hi < n`.
+        x: an interval whose arrays are `[n, *rest]`, n > 0.
+        first, last: int32 of one shape, `0 <= first <= last < n`.
 
     Returns:
-        `[*lo.shape, *rest]`.
+        An interval whose arrays are `[*first.shape, *rest]`.
     """
-    n, rest = x.shape[0], x.shape[1:]
+    n, *rest = x.lo.shape
     # A wide row costs as much to read as to look up, and its table should be small.
     block = 16 if math.prod(rest) <= 8 else 128
 
-    def ends(i, so_far):
-        both = combine(x[jnp.minimum(lo + i, hi)], x[jnp.maximum(hi - i, lo)])
-        return combine(so_far, both)
+    def ends(i, seen):
+        near, far = _at(x, jnp.minimum(first + i, last)), _at(x, jnp.maximum(last - i, first))
+        return union(seen, union(near, far))
 
-    edges = lax.fori_loop(1, min(block, n), ends, combine(x[lo], x[hi]))
+    edges = lax.fori_loop(1, min(block, n), ends, union(_at(x, first), _at(x, last)))
     if n <= 2 * block:
         return edges
-    levels = _levels(combine, _blocks(combine, x, block))
-    first, last = lo // block + 1, hi // block - 1
-    level = 31 - lax.clz(jnp.maximum(last - first + 1, 1))
-    whole = combine(levels[level, first], levels[level, last + 1 - (1 << level)])
-    inner = (last >= first).reshape(*lo.shape, *[1] * len(rest))
-    return jnp.where(inner, combine(edges, whole), edges)
+    levels = _levels(jax.tree.map(partial(_blocks, block=block), x))
+    start, end = first // block + 1, last // block
+    level = 31 - lax.clz(jnp.maximum(end - start, 1))
+    inner = union(_at(levels, (level, start)), _at(levels, (level, end - (1 << level))))
+    several = (end > start).reshape(*first.shape, *[1] * len(rest))
+    return jax.tree.map(partial(jnp.where, several), union(edges, inner), edges)
 
 
-def _blocks(combine: Callable, x: Array, block: int) -> Array:
-    """`[ceil(n / block), *rest]`, each block combined; the last is filled with the last element."""
+def _at(x: Interval, index) -> Interval:
+    return jax.tree.map(lambda a: a[index], x)
+
+
+def _blocks(x: Array, block: int) -> Array:
+    """`[ceil(n / block), block, *rest]`, filled up with the last element."""
     x = jnp.pad(x, [(0, -x.shape[0] % block), *[(0, 0)] * (x.ndim - 1)], mode="edge")
-    while block > 1:
-        x, block = combine(x[::2], x[1::2]), block // 2
-    return x
+    return x.reshape(-1, block, *x.shape[1:])
 
 
-def _levels(combine: Callable, x: Array) -> Array:
-    """`[levels, n, *rest]`: level j combines `2**j` elements from each on, as far as there are."""
-    n = x.shape[0]
-    levels = [x]
-    for j in range(n.bit_length() - 1):
-        ahead = jnp.minimum(jnp.arange(n) + (1 << j), n - 1)
-        levels.append(combine(levels[-1], levels[-1][ahead]))
-    return jnp.stack(levels)
+def _levels(x: Interval) -> Interval:
+    """From blocks `[n, block, *rest]` to `[levels, n, *rest]`: level j unites `2**j` from each on."""
+    n = x.lo.shape[0]
+    bits = None if x.residues is None else jnp.bitwise_or.reduce(x.residues, axis=1)
+    blocks = Interval(x.lo.min(1), x.hi.max(1), bits)
+
+    def double(level, j):
+        return union(level, _at(level, jnp.minimum(jnp.arange(n) + (1 << j), n - 1))), level
+
+    return lax.scan(double, blocks, jnp.arange(n.bit_length()))[1]
 
 
 def read(x: Array, indices: Mapping[int, Interval]) -> Interval:
@@ -76,24 +80,26 @@ def read(x: Array, indices: Mapping[int, Interval]) -> Interval:
     Returns:
         An interval of the shape of `x`, with these dimensions replaced.
     """
-    ends = [(jnp.minimum, x), (jnp.maximum, x), (jnp.bitwise_or, residues(x))]
-    return Interval(*(None if v is None else _read(op, v[None, None], indices) for op, v in ends))
-
-
-def _read(combine: Callable, x: Array, indices: Mapping[int, Interval]) -> Array:
-    for axis, index in indices.items():
-        dim, size = axis + 2, x.shape[axis + 2]
-        if any(a > 1 and b > 1 for a, b in zip(index.tiles, x.shape[:2], strict=True)):
+    out = point(x[None, None])
+    for dim, index in indices.items():
+        if any(a > 1 and b > 1 for a, b in zip(index.tiles, out.tiles, strict=True)):
             # Two indices follow the same side. The second counts as any: its extremes still hold.
             anywhere = jnp.zeros((1, 1, *index.lo.shape[2:]), jnp.int32)
-            index = Interval(anywhere, anywhere + size - 1)
-        lo, hi = jnp.broadcast_arrays(index.lo, index.hi)
+            index = Interval(anywhere, anywhere + x.shape[dim] - 1)
+        out = _read_dim(out, dim + 2, *jnp.broadcast_arrays(index.lo, index.hi))
+    return out
+
+
+def _read_dim(x: Interval, dim: int, first: Array, last: Array) -> Interval:
+    tiles = [a * b for a, b in zip(first.shape[:2], x.tiles, strict=True)]
+
+    def merge(a: Array) -> Array:
         # `[rows, cols, s, R, C, *rest]`: one of rows and R is 1, and one of cols and C.
-        out = over_range(combine, jnp.moveaxis(x, dim, 0), lo, hi)
-        out = jnp.moveaxis(out, (3, 4), (1, 3))
-        tiles = [a * b for a, b in zip(lo.shape[:2], x.shape[:2], strict=True)]
-        x = jnp.moveaxis(out.reshape(*tiles, *out.shape[4:]), 2, dim)
-    return x
+        a = jnp.moveaxis(a, (3, 4), (1, 3))
+        return jnp.moveaxis(a.reshape(*tiles, *a.shape[4:]), 2, dim)
+
+    x = jax.tree.map(lambda a: jnp.moveaxis(a, dim, 0), x)
+    return jax.tree.map(merge, over_range(x, first, last))
 
 
 def _dynamic_slice(x, *starts, slice_sizes: Sequence[int]):

@@ -2,7 +2,8 @@
 
 A mask is a scalar function `mask(b, h, q_idx, kv_idx) -> bool` of the batch, head, query and key index, where `h` is the
 query head. Any such Python function will do; the objects here add `& | ~` (with plain functions on either side), a
-readable `repr`, and numbers that may be traced arrays: a mask is a pytree, so that a layer's window can be scanned over.
+readable `repr`, and numbers that may be traced arrays. A mask is a pytree: its arrays are leaves, so that a layer's
+window can be scanned over; its Python numbers and functions are structure, as they are in the code.
 
 A variant is a class of a few lines:
 
@@ -70,7 +71,25 @@ def _type(x) -> str:
 @dataclass_transform(frozen_default=True, eq_default=False)
 def _mask[M: type](cls: M) -> M:
     """Makes a variant: a frozen dataclass and a pytree, equal to itself alone since its fields may be arrays."""
-    return jax.tree_util.register_dataclass(dataclass(frozen=True, eq=False, repr=False)(cls))
+    cls = dataclass(frozen=True, eq=False, repr=False)(cls)
+
+    def flatten(mask):
+        values = {f.name: getattr(mask, f.name) for f in fields(mask)}
+        fixed = {name: x for name, x in values.items() if _is_structure(x)}
+        leaves = {name: x for name, x in values.items() if name not in fixed}
+        keys = map(jax.tree_util.GetAttrKey, leaves)
+        return list(zip(keys, leaves.values(), strict=True)), (tuple(leaves), tuple(fixed.items()))
+
+    def unflatten(structure, leaves):
+        names, fixed = structure
+        return cls(**dict(zip(names, leaves, strict=True)), **dict(fixed))
+
+    jax.tree_util.register_pytree_with_keys(cls, flatten, unflatten)
+    return cls
+
+
+def _is_structure(x) -> bool:
+    return x is None or isinstance(x, int | float) or (callable(x) and not isinstance(x, Mask))
 
 
 @_mask
@@ -210,7 +229,7 @@ class _not(Mask):
 
 @_mask
 class _function(Mask):
-    f: MaskMod = field(metadata={"static": True})
+    f: MaskMod
 
     def __call__(self, b, h, q_idx, kv_idx):
         return self.f(b, h, q_idx, kv_idx)

@@ -1,0 +1,134 @@
+from functools import partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import llama
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from xform.sharding import make_mesh, shardings
+from xform.train.data import NO_LABEL, Rows, pack
+
+SMALL = llama.Config(codes=23, layers=2, width=24, heads=8, kv_heads=4, head_size=6, hidden=20)
+LAYOUTS = [(1, 1), (8, 1), (4, 2), (2, 4)]
+
+
+def mesh_of(dp: int, tp: int):
+    return make_mesh(dp=dp, tp=tp, devices=jax.devices("cpu")[: dp * tp])
+
+
+def random_rows(*, count=8, length=16) -> Rows:
+    """Documents of 1 to 30 tokens, and rows of which 0 to 100 % of the labels are left."""
+    rng = np.random.default_rng(0)
+    documents = [rng.integers(SMALL.codes, size=n) for n in rng.integers(1, 30, size=count)]
+    rows = pack(documents, length, multiple=count)
+    rows = Rows(*(x[:count] for x in rows))
+    keep = rng.random((count, length)) < np.linspace(0, 1, count)[:, None]
+    return rows._replace(labels=np.where(keep, rows.labels, NO_LABEL))
+
+
+def random_params() -> dict:
+    """Fresh parameters, with norms that are not all one."""
+    leaves, tree = jax.tree.flatten(llama.init(SMALL, jax.random.key(1)))
+    keys = jax.random.split(jax.random.key(2), len(leaves))
+    noisy = [x + 0.1 * jax.random.normal(k, x.shape) for x, k in zip(leaves, keys, strict=True)]
+    return jax.tree.unflatten(tree, noisy)
+
+
+def test_it_is_short():
+    assert len(Path(llama.__file__).read_text().splitlines()) < 300
+
+
+def test_specs_have_the_structure_of_the_parameters():
+    params = llama.init(llama.Config(), jax.random.key(0))
+    assert jax.tree.structure(params) == jax.tree.structure(llama.SPECS)
+    assert sum(x.size for x in jax.tree.leaves(params)) == 754_816 <= 1_000_000
+
+
+def test_init_is_bitwise_the_same_on_every_mesh():
+    key = jax.random.key(3)
+    expected = llama.init(SMALL, key)
+    for layout in LAYOUTS:
+        placed = shardings(mesh_of(*layout), llama.SPECS)
+        params = jax.jit(llama.init, static_argnums=0, out_shardings=placed)(SMALL, key)
+        jax.tree.map(np.testing.assert_array_equal, params, expected)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids="dp{0[0]}×tp{0[1]}".format)
+def test_loss_and_every_gradient_equal_those_of_one_device(layout):
+    params, rows = random_params(), random_rows()
+    counts = (rows.labels != NO_LABEL).reshape(4, -1).sum(1)
+    assert len(set(counts)) == 4, "the shards must hold different numbers of labels"
+
+    def mean(params):
+        total, labels = llama.loss(params, rows, SMALL)
+        return total / labels
+
+    loss, grads = jax.jit(jax.value_and_grad(mean))(params)
+
+    train = pytest.importorskip("train", exc_type=ImportError)
+    mesh = mesh_of(*layout)
+    sharded = jax.shard_map(
+        partial(train.loss_and_grads, model=SMALL),
+        mesh=mesh,
+        in_specs=(llama.SPECS, P("dp")),
+        out_specs=(P(), llama.SPECS),
+    )
+    params = jax.device_put(params, shardings(mesh, llama.SPECS))
+    rows = jax.device_put(rows, shardings(mesh, P("dp")))
+    sharded_loss, sharded_grads = jax.jit(sharded)(params, rows)
+    np.testing.assert_allclose(sharded_loss, loss, rtol=1e-6)
+    for (path, ours), one in zip(
+        jax.tree.leaves_with_path(sharded_grads), jax.tree.leaves(grads), strict=True
+    ):
+        scale = np.abs(one).max()
+        assert scale > 1e-4, path
+        np.testing.assert_allclose(ours, one, rtol=0, atol=1e-5 * scale, err_msg=str(path))
+
+
+def test_documents_do_not_see_each_other_nor_what_follows():
+    params = random_params()
+    rng = np.random.default_rng(4)
+    tokens = rng.integers(SMALL.codes, size=(1, 12)).astype(np.int32)
+    ids = np.repeat(np.arange(2, dtype=np.int32), [5, 7])[None]
+    logits = jax.jit(partial(llama.logits, config=SMALL))
+
+    changed = tokens.copy()
+    changed[0, [1, 8]] = (changed[0, [1, 8]] + 1) % SMALL.codes
+    difference = np.abs(logits(params, changed, ids) - logits(params, tokens, ids)).max(-1)[0]
+    assert (difference[[0, 5, 6, 7]] == 0).all()
+    assert (difference[[1, 2, 3, 4, 8, 9, 10, 11]] > 1e-3).all()
+
+
+def test_a_document_means_the_same_wherever_it_lies():
+    params = random_params()
+    rng = np.random.default_rng(5)
+    document = rng.integers(SMALL.codes, size=6).astype(np.int32)
+    before = rng.integers(SMALL.codes, size=9).astype(np.int32)
+    logits = jax.jit(partial(llama.logits, config=SMALL))
+    alone = logits(params, document[None], np.zeros((1, 6), np.int32))
+    packed = logits(
+        params,
+        np.concatenate([before, document])[None],
+        np.repeat(np.arange(2, dtype=np.int32), [9, 6])[None],
+    )
+    np.testing.assert_allclose(packed[:, 9:], alone, rtol=0, atol=2e-5)
+
+
+def test_flops_are_those_of_the_traced_products():
+    config = llama.Config()
+    length = 256
+    weights = 754_816 - config.codes * config.width - (2 * config.layers + 1) * config.width
+    attention = config.layers * 2 * 2 * config.heads * config.head_size * length / 2
+    assert llama.flops_per_token(config, length) == 3 * (2 * weights + attention)
+
+
+def test_generation_keeps_the_prompt_and_follows_the_model_when_cold():
+    params = random_params()
+    prompt = np.array([3, 1, 4, 1, 5])
+    tokens = llama.generate(params, prompt, 12, SMALL, key=jax.random.key(0), temperature=1e-4)
+    np.testing.assert_array_equal(tokens[:5], prompt)
+    logits = llama.logits(params, tokens[None], jnp.zeros((1, 12), jnp.int32), SMALL)[0]
+    np.testing.assert_array_equal(tokens[5:], jnp.argmax(logits[4:-1], -1))
