@@ -7,6 +7,7 @@ from importlib.util import find_spec
 
 import jax
 import jaxtyping
+import pytest
 
 # Before the package is imported: its annotated shapes and dtypes are then checked at every call.
 if find_spec("beartype"):
@@ -26,3 +27,11 @@ if find_spec("hypothesis"):
     # The same examples every time, and no deadline: the first example compiles.
     settings.register_profile("xform", derandomize=True, deadline=None, max_examples=25)
     settings.load_profile("xform")
+
+
+@pytest.fixture
+def unchecked():
+    """Shape checks off: for a test of the error that users get, who run without them."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)

@@ -18,13 +18,13 @@ from functools import partial
 from pathlib import Path
 
 import jax
-import llama
 import numpy as np
 import optax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from rich.progress import BarColumn, Progress, TimeRemainingColumn
 
+import llama
 from xform.sharding import check_divisible, cpu_devices, make_mesh, settle, shardings
 from xform.train import Rows, batch, decode, encode, pack
 
@@ -55,7 +55,7 @@ class Config:
 
 
 def standard_library() -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """Returns the tokens of its modules in two lists: to train on, and every twentieth, held out."""
+    """Returns the tokens of its modules: those to train on, and every twentieth, held out."""
     paths = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     files = [encode(path.read_bytes()) for path in paths]
     return [file for i, file in enumerate(files) if i % 20], files[::20]
@@ -159,18 +159,17 @@ def watched(config: Config, steps: Iterator[tuple[dict, float]]) -> dict:
     """Runs the steps beside a progress bar, and returns the last parameters."""
     tokens = config.batch * config.length
     utilisation = llama.flops_per_token(config.model, config.length) / peak_flops()
-    status = "loss {:.3f}  {:,.0f} tokens/s  MFU {:.0%}".format
     columns = ("step {task.completed}/{task.total}", BarColumn(), "{task.description}")
     with Progress(*columns, TimeRemainingColumn()) as bar:
         task = bar.add_task("compiling", total=config.steps)
-        params, loss = next(steps)
+        params, _ = next(steps)
         start = time.perf_counter()
-        bar.advance(task)
-        for i, (params, loss) in enumerate(steps, start=1):
+        for i, (params, loss) in enumerate(steps, start=1):  # noqa: B007  (the last ones are returned)
             rate = i * tokens / (time.perf_counter() - start)
-            bar.update(task, advance=1, description=status(loss, rate, rate * utilisation))
+            status = f"loss {loss:.3f}  {rate:,.0f} tokens/s  MFU {rate * utilisation:.0%}"
+            bar.update(task, completed=i + 1, description=status)
             if (i + 1) % 50 == 0:
-                bar.print(f"step {i + 1}", status(loss, rate, rate * utilisation))
+                bar.print(f"step {i + 1:4}  {status}")
     return params
 
 
@@ -202,19 +201,20 @@ def main(config: Config) -> None:
     mesh = mesh_for(config)
     documents, held_out = standard_library()
     rows = pack(documents, config.length)
+    layout = " × ".join(f"{axis}={size}" for axis, size in mesh.shape.items())
     print(
-        f"{rows.tokens.size:,} bytes of Python, on the mesh {dict(mesh.shape)} of",
-        mesh.devices.flat[0].device_kind,
+        f"{rows.tokens.size:,} bytes of Python; {mesh.devices.flat[0].platform} devices: {layout}"
     )
+
     params = watched(config, training(config, mesh, rows))
-    print(f"{sum(x.size for x in jax.tree.leaves(params)):,} parameters")
-    print(
-        f"validation loss {evaluate(config, mesh, params, held_out):.4f} nats per byte, over {len(held_out)} files"
-    )
+    print(f"parameters: {sum(x.size for x in jax.tree.leaves(params)):,}")
+    loss = evaluate(config, mesh, params, held_out)
+    print(f"validation loss: {loss:.3f} nats per byte, on {len(held_out)} files held out\n")
+
     text = sample(config, params)
     lines = [line for line in text.splitlines() if line.strip()][2:12]
     print(text)
-    print(f"{sum(map(is_python, lines))} of {len(lines)} lines pass `tokenize`")
+    print(f"\n{sum(map(is_python, lines))} of {len(lines)} lines pass `tokenize`")
 
 
 if __name__ == "__main__":

@@ -95,7 +95,7 @@ def test_root_link_is_a_door_into_the_layer(layer):
 def test_tests_mirror_the_package():
     rooms = {p.parent.relative_to(ROOT / "tests") for p in (ROOT / "tests").rglob("test_*.py")}
     package = {path.parent.relative_to(ROOT / "xform") for path in PACKAGE}
-    assert rooms - package <= {Path("examples"), Path("gpu")}
+    assert rooms - package <= {Path("examples"), Path("gpu"), Path("stress")}
 
 
 def test_package_is_marked_as_typed():
@@ -116,6 +116,11 @@ README = (ROOT / "README.md").read_text()
 @pytest.mark.parametrize("block", re.findall(r"```python\n(.*?)```", README, re.DOTALL))
 def test_readme_example_runs(block):
     exec(compile(block, "README.md", "exec"), {"__name__": "__main__"})
+
+
+@pytest.mark.parametrize("link", re.findall(r"\]\(([^)]+)\)", README))
+def test_readme_link_leads_somewhere(link):
+    assert (ROOT / link).exists()
 
 
 def test_ci_runs_the_readme_test_command():

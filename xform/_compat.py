@@ -19,6 +19,9 @@ from jax._src.linear_util import wrap_init as wrap_init
 # 0.11, 0.12: the public `summarize` gives only the innermost frame, which may be xform's own.
 from jax._src.source_info_util import user_frames as user_frames
 
+# 0.11, 0.12: the static arguments of a derivative rule come wrapped in it.
+from jax._src.util import Unhashable as Unhashable
+
 # 0.11, 0.12: a cache that holds its first argument weakly and knows JAX's tracing context.
 from jax._src.util import weakref_lru_cache as weakref_lru_cache
 from jax.core import AbstractValue
@@ -27,4 +30,5 @@ from jax.core import AbstractValue
 def varying_axes(x) -> frozenset[str]:
     """Returns the mesh axes over which `x`, an array or its type, differs inside `shard_map`."""
     aval = x if isinstance(x, AbstractValue) else jax.typeof(x)
-    return aval.manual_axis_type.varying if hasattr(aval, "manual_axis_type") else frozenset()
+    axes = getattr(aval, "manual_axis_type", None)  # a token has none
+    return axes.varying if axes is not None else frozenset()

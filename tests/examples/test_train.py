@@ -1,15 +1,15 @@
 from pathlib import Path
 
 import jax
-import llama
 import numpy as np
 import pytest
+
+import llama
 
 pytest.importorskip("optax")
 pytest.importorskip("rich")
 
 import train
-
 from xform.sharding import make_mesh
 from xform.train.data import NO_LABEL, encode, pack
 

@@ -7,10 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental import pallas as pl
-from jax.extend.core import Primitive
+from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
+from xform._compat import varying_axes
 from xform.jaxpr import eqn_rule, inline, rewrite, run_body, trace, walk
 
 X = jnp.asarray(np.random.default_rng(0).normal(size=8), jnp.float32)
@@ -118,10 +119,8 @@ def close(a, b):
 
 @functools.partial(jax.jit, static_argnums=0)
 def uses(f, x):
-    """A function's value, gradient and both batched, in one compilation."""
-    xs = jnp.stack([x, x[::-1] * 0.7])
-    grad = jax.grad(total(f))
-    return f(x), grad(x), jax.vmap(f)(xs), jax.vmap(grad)(xs)
+    """A function's value and batched gradient, in one compilation."""
+    return f(x), jax.vmap(jax.grad(total(f)))(jnp.stack([x, x[::-1] * 0.7]))
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
@@ -132,12 +131,10 @@ def test_rewritten_equals_the_program_written_with_the_replacement(name):
     assert not np.allclose(want[0], build(jnp.sin)(X), atol=0.01)
 
 
-@pytest.mark.parametrize("name", LOOPS)
-def test_what_has_no_reverse_mode_is_rewritten_too(name):
-    build = LOOPS[name]
-    want = jax.jit(build(jnp.cos))(X)
-    close(jax.jit(cosines(build(jnp.sin)))(X), want)
-    assert not np.allclose(want, jax.jit(build(jnp.sin))(X), atol=0.01)
+def test_a_loop_without_reverse_mode_is_rewritten_too():
+    want = jax.jit(LOOPS["while"](jnp.cos))(X)
+    close(jax.jit(cosines(LOOPS["while"](jnp.sin)))(X), want)
+    assert not np.allclose(want, jax.jit(LOOPS["while"](jnp.sin))(X), atol=0.01)
 
 
 @pytest.mark.parametrize("name", ["scan", "custom_vjp"])
@@ -164,14 +161,12 @@ def test_nothing_to_replace_gives_the_same_program(name):
         assert str(trace(jax.grad(total(g)), X)) == str(trace(jax.grad(total(f)), X))
 
 
-@pytest.mark.parametrize("name", sorted(PROGRAMS.keys() - {"custom_jvp", "plain"}))
+@pytest.mark.parametrize("name", sorted((PROGRAMS | LOOPS).keys() - {"plain"}))
 def test_what_encloses_an_equation_stays(name):
     names = lambda f: [site.eqn.primitive.name for site in walk(trace(f, X))]
-    f = PROGRAMS[name](jnp.sin)
+    f = (PROGRAMS | LOOPS)[name](jnp.sin)
+    assert len(set(names(f))) > 1
     assert names(cosines(f)) == [{"sin": "cos"}.get(p, p) for p in names(f)]
-    assert {"jit", "scan", "cond", "remat2", "custom_vjp_call", "custom_linear_solve"} & set(
-        names(cosines(f))
-    )
 
 
 def test_shard_map_stays_a_shard_map_with_its_types():
@@ -195,7 +190,10 @@ def test_result_that_varies_less_is_made_to_vary():
     """A constant is the same on each device; the sine that it replaces was not."""
     f = sharded(lambda x: jax.lax.scan(lambda c, x: (c + jnp.sin(x), c), jnp.sin(x[0]), x)[1])
     g = rewrite(f, {"sin": lambda x, **_: jnp.full(x.shape, 0.5, x.dtype)})
-    close(g(X), np.full(8, 0.5))
+    close(g(X), 0.5)
+    (eqn, *_) = [s.eqn for s in walk(trace(g, X)) if s.eqn.primitive.name == "pvary"]
+    assert varying_axes(eqn.invars[0].aval) == frozenset()
+    assert varying_axes(eqn.outvars[0].aval) == {"dp"}
 
 
 def test_hijax_remat_is_rebuilt():
@@ -228,11 +226,12 @@ def test_run_body_serves_calls_only():
 
 def test_signature_is_kept():
     def f(params, x, *, scale):
-        return {"out": jnp.sin(params["w"] * x) * scale, "none": None}
+        return {"out": jnp.sin(params["w"] * x) * scale, "scale": scale, "none": None}
 
     got = cosines(f)({"w": X}, 2.0, scale=np.float64(3.0))
     assert got["none"] is None
-    assert got["out"].dtype == jnp.float32
+    assert isinstance(got["scale"], jax.Array)
+    assert got["out"].dtype == got["scale"].dtype == jnp.float32
     close(got["out"], 3.0 * jnp.cos(2.0 * X))
 
 
@@ -331,9 +330,10 @@ def test_inline_brings_inner_constants_to_the_top():
     flat = inline(nested)
     assert [e.primitive.name for e in flat.eqns] == ["sin", "add"]
     np.testing.assert_array_equal(flat.consts[0], table)
-    close(jax.core.eval_jaxpr(flat, flat.consts, X)[0], f(X))
+    close(jaxpr_as_fun(flat)(X)[0], f(X))
 
 
 def test_inline_keeps_weak_types():
     weak = trace(jax.jit(lambda x: x * 2.0), 1.0)
-    assert [v.aval.weak_type for v in inline(weak).invars] == [True]
+    assert inline(weak).in_avals == weak.in_avals
+    assert inline(weak).in_avals != trace(lambda x: x, np.float32(1.0)).in_avals

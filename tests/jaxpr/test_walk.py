@@ -114,7 +114,7 @@ def test_walk_goes_in_program_order_and_knows_the_parents():
 
 def test_walk_finds_both_loops_of_the_gradient_of_a_scan():
     def f(x):
-        return jax.lax.scan(lambda c, x: (jnp.sin(c * x), None), 1.0, x)[0]
+        return jax.lax.scan(lambda c, x: (jnp.sin(c * x), None), x[0], x)[0]
 
     sites = list(walk(trace(jax.grad(f), X)))
     scans = [site for site in sites if site.eqn.primitive.name == "scan"]
@@ -144,14 +144,18 @@ def test_sub_jaxprs_of_a_plain_equation_are_none():
 # A user's own transform: multiply-adds of a program, each as often as its loops run.
 
 
+def shape(atom) -> tuple[int, ...]:
+    return getattr(atom.aval, "shape", ())
+
+
 def products(f, *args):
     total = 0
     for site in walk(trace(f, *args)):
         if site.eqn.primitive.name == "dot_general":
             ((contracted, _), _) = site.eqn.params["dimension_numbers"]
-            inner = math.prod(site.eqn.invars[0].aval.shape[dim] for dim in contracted)
+            inner = math.prod(shape(site.eqn.invars[0])[dim] for dim in contracted)
             trips = math.prod(eqn.params.get("length", 1) for eqn, _ in site.parents)
-            total += trips * inner * site.eqn.outvars[0].aval.size
+            total += trips * inner * math.prod(shape(site.eqn.outvars[0]))
     return total
 
 

@@ -14,7 +14,7 @@ from jax.core import Trace, Tracer
 from jax.extend.core import DebugInfo, Jaxpr, Literal
 from jax.extend.linear_util import WrappedFun
 
-from xform._compat import EqualStore, Store
+from xform._compat import EqualStore, Store, Unhashable
 
 _canonical: weakref.WeakValueDictionary[Hashable, Jaxpr] = weakref.WeakValueDictionary()
 
@@ -99,6 +99,8 @@ def _key(value: Any) -> Hashable:
             return kind, _key(value.f_transformed)
         case types.FunctionType() if value.__code__.co_filename.startswith(_JAX):
             return kind, value.__code__.co_filename, value.__code__, _captured(value)
+        case Unhashable():
+            return kind, _key(value.val)
         case jax.tree_util.PyTreeDef():
             return kind, _key(value.node_data()), _key(value.children())
         case _ if isinstance(value, _BOOKKEEPING):
@@ -114,7 +116,8 @@ def _key(value: Any) -> Hashable:
 def _captured(f: types.FunctionType) -> Hashable:
     """What a function holds besides its code."""
     cells = zip(f.__code__.co_freevars, f.__closure__ or (), strict=True)
-    held = tuple(_key(cell.cell_contents) for name, cell in cells if name not in _MEMO)
+    memo = _MEMO if f.__code__.co_name == "memoized" else ()
+    held = tuple(_key(cell.cell_contents) for name, cell in cells if name not in memo)
     return held, _key(f.__defaults__), _key(f.__kwdefaults__)
 
 

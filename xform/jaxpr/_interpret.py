@@ -7,12 +7,12 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.extend.core import Jaxpr, JaxprEqn, Literal, Primitive
+from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
 from xform.jaxpr._walk import own_params, source_line
 
 type Rule = Callable[..., Any] | eqn_rule
-type Rules = Mapping[Primitive | str | tuple[str, str], Rule]
+type Rules = Mapping[Any, Rule]  # keys: Primitive | str | tuple[str, str], which Mapping can't vary
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.core import Tracer
 from jax.extend import source_info_util
 from jax.extend.core import Jaxpr, JaxprEqn, Var, jaxpr_as_fun
@@ -56,7 +57,13 @@ def rewrite(f: Callable, rules: Rules) -> Callable:
     >>> round(float(cosine(1.0)), 4), round(float(jax.grad(cosine)(1.0)), 4)
     (0.5403, -0.8415)
     """
-    return as_function(f, _Rewriter(rules).run_closed)
+    rewriter = _Rewriter(rules)
+
+    def run(jaxpr: Jaxpr, args: Sequence) -> list:
+        results = zip(rewriter.run_closed(jaxpr, args), jaxpr.out_avals, strict=True)
+        return [x if isinstance(x, jax.Array) else jnp.asarray(x, _form(t)[1]) for x, t in results]
+
+    return as_function(f, run)
 
 
 def inline(jaxpr: Jaxpr) -> Jaxpr:

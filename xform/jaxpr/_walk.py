@@ -115,8 +115,8 @@ def _labelled(value: Any, label: str) -> Iterator[tuple[str, Jaxpr]]:
 def source_line(eqn: JaxprEqn) -> str:
     """Returns the user's line that made an equation, as `"file:line (function)"`.
 
-    Frames of JAX and of xform are skipped. Where JAX recorded no other, as in `lax.map(jnp.sin, x)`,
-    whose body calls no user function, the answer is `"unknown"`.
+    Frames of JAX and of xform are skipped. Where JAX recorded no other, the answer is `"unknown"`:
+    in `lax.map(jnp.sin, x)` no line of the user's made the sine.
     """
     for frame in user_frames(eqn.source_info.traceback):
         if not frame.file_name.startswith(_PACKAGE):

@@ -5,9 +5,9 @@ derivative and its transpose a tile sum of f's transpose, so the functions of al
 
     f ::= Attend(spec) | Jvp(f, nonzero) | Transpose(f, linear, shapes)
 
-that compare by value. First-order reverse mode is `Transpose(Jvp(Attend))`: by hand one would
-write five matrix products, `dv = p^T do`, `ds = p (do v^T + dl)`, `dq = ds k`, `dk = ds^T q` and
-`s = q k^T`; the term evaluates to just these.
+that compare by value. First-order reverse mode is `Transpose(Jvp(Attend))`: by hand one would write
+five matrix products, `s = q k^T`, `dv = e^T da`, `de = da v^T`, `dq = ds k` and `dk = ds^T q` with
+`ds = e (de + dl)`; the term evaluates to just these.
 
 Each function declares the kind of every operand and result (`ROW`, `COL`, or a tuple of `Read`s for a
 captured array) and is called with one tile of each; a captured array arrives as the tuple of what its
@@ -46,8 +46,8 @@ class TileFn(Protocol):
 def scores(spec: Spec, at: At, q, k, shared):
     """Modified scores of a tile, `[g,q,k]`, minus infinity where hidden.
 
-    In a partial tile the mod sees 0 instead of what is hidden, on the way in: then neither its
-    value nor its derivative there can be NaN times 0.
+    In a partial tile the mod sees 0 instead of what is hidden: then whatever its value and its
+    derivative are there, NaN included, goes nowhere.
     """
     q = q if spec.scale_scores else q * jnp.asarray(spec.scale, q.dtype)
     s = _contract(spec, at, q, k, "tile")
@@ -71,8 +71,8 @@ def _modified(spec: Spec, at: At, s, loaded):
         return at.over(at.tile_dims, unmasked, s, *loaded, arg_dims=dims)
 
     def masked(b, h, q, k, visible, s, *reads):
-        seen = [jnp.where(visible, x, jnp.zeros_like(x)) for x in reads]
-        return mod(s, b, h, q, k, *seen)[0]
+        s, *reads = (jnp.where(visible, x, jnp.zeros_like(x)) for x in (s, *reads))
+        return mod(s, b, h, q, k, *reads)[0]
 
     visible = jnp.broadcast_to(at.visible, s.shape)
     return at.over(at.tile_dims, masked, visible, s, *loaded, arg_dims=(at.tile_dims, *dims))
@@ -87,14 +87,13 @@ def _contract(spec: Spec, at: At, x, y, out):
 
 @dataclasses.dataclass(frozen=True)
 class Attend:
-    """`(q, lse, k, v, *captures) -> (sum_j p_ij v_j, sum_j p_ij)` with `p_ij = exp(s_ij - lse_i)`.
+    """`(q, top, k, v, *captures) -> (A, L)`, the two sums that attention is made of.
 
-    With the log-sum-exp of the forward pass the sums are the output and 1; what matters are their
-    derivatives at fixed `lse`. From `out = A / L` and `lse = m + log L` follow
+        A_i = sum_j e_ij v_j      L_i = sum_j e_ij      e_ij = exp(s_ij - top_i)
 
-        d lse = dL        d out = dA - dL out
-
-    for dA, dL the derivatives of the two sums in q, k, v and the captures.
+    `top` is the row's maximum, a constant: `out = A / L` and `lse = top + log L` do not depend on it,
+    so their derivatives at fixed `top` are exact, at every order. With the maximum itself, and not
+    the log-sum-exp, under the exponential, e is as exact as s however large the scores are.
     """
 
     spec: Spec
@@ -107,11 +106,15 @@ class Attend:
     def results(self) -> tuple[Kind, ...]:
         return (ROW, ROW)
 
-    def __call__(self, at: At, q, lse, k, v, *shared):
+    def __call__(self, at: At, q, top, k, v, *shared):
         s = scores(self.spec, at, q, k, shared)
-        lse = jnp.where(jnp.isneginf(lse), 0, lse)  # a row with no key: exp(-inf - 0) = 0
-        p = jnp.exp(s - at.of_rows(lse))
-        return [weighted(self.spec, at, p, v), at.sum_keys(p)]
+        e = jnp.exp(s - at.of_rows(base(top)))
+        return [weighted(self.spec, at, e, v), at.sum_keys(e)]
+
+
+def base(top):
+    """What scores are taken relative to: the maximum, and 0 for a row that has none."""
+    return jnp.where(jnp.isneginf(top), 0, top)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -23,7 +23,7 @@ import numpy as np
 from jax import lax
 
 from xform.lowering._spec import At, Spec
-from xform.lowering._tile_fn import COL, ROW, TileFn, scores, weighted
+from xform.lowering._tile_fn import COL, ROW, TileFn, base, scores, weighted
 from xform.lowering._units import Units
 
 # Scores of one step, all batched heads together: 1 MiB in float32, about one core's L2 cache.
@@ -129,8 +129,8 @@ class Grid:
             return at
         visible = jnp.ones((1, 1, 1), bool) if self.spec.mask is None else self.spec.visible(at)
         if self.ragged:
-            inside = self.row.inside(i)[:, None] & self.col.inside(j)
-            visible &= inside.T[:, None] if at.key_major else inside
+            inside = self.row.inside(i)[:, None] & self.col.inside(j)[None]
+            visible &= inside.T[:, None] if at.key_major else inside[None]
         return dataclasses.replace(at, visible=visible)
 
     def fold(self, along: str, index, step: Callable, carry):
@@ -169,7 +169,8 @@ def attend(spec: Spec, block_map: BlockMap, hidden: int, q, k, v, captures, cont
       context: arrays that masks and indices read, `[*hidden,...]`.
 
     Returns:
-      out `[*hidden,B,T,H,V]` and the log-sum-exp `[*hidden,B,T,H]` in the wide dtype.
+      out `[*hidden,B,T,H,V]`, the maximum of each row's scores and the sum of their exponentials
+      relative to it, `[*hidden,B,T,H]`, all in the wide dtype. A row with no key: 0, -inf, 0.
     """
     units, row, col = _plan(spec, hidden, q, k, (q, k, v, *captures, *context), context, False)
     finite, none = _all_finite((q, k, v)), jnp.arange(0)
@@ -184,12 +185,12 @@ def attend(spec: Spec, block_map: BlockMap, hidden: int, q, k, v, captures, cont
         units.rows(q, row.padded), units.cols(k, col.padded), units.cols(v, col.padded),
         *map(units.whole, (*captures, *context)),
     ]  # fmt: skip
-    out, lse = units.run(unit, operands, [(True,) * len(units.sizes)] * 2)
-    return units.user_rows(out, row.length).astype(spec.dtype), units.user_rows(lse, row.length)
+    results = units.run(unit, operands, [(True,) * len(units.sizes)] * 3)
+    return [units.user_rows(x, row.length) for x in results]
 
 
 def _attend_unit(grid: Grid, q, k, v, captures):
-    """Online softmax of one unit: out `[g,T,V]`, lse `[g,T]`."""
+    """Online softmax of one unit: out `[g,T,V]`, maximum and sum `[g,T]`."""
     spec, wide = grid.spec, grid.spec.wide
     shape = (q.shape[0], grid.row.tile)
 
@@ -206,20 +207,24 @@ def _attend_unit(grid: Grid, q, k, v, captures):
                 # of it, and should not compute it twice.
                 s = lax.optimization_barrier(s.reshape(-1, s.shape[-1])).reshape(s.shape)
             new = jnp.maximum(top, s.max(-1))
-            base = jnp.where(jnp.isneginf(new), 0, new)
-            p, keep = jnp.exp(s - base[..., None]), jnp.exp(top - base)
-            pv = weighted(spec, at, p, grid.col.take(v, j))
-            return new, total * keep + p.sum(-1), acc * keep[..., None] + pv
+            e, keep = jnp.exp(s - base(new)[..., None]), jnp.exp(top - base(new))
+            ev = weighted(spec, at, e, grid.col.take(v, j))
+            return new, total * keep + e.sum(-1), acc * keep[..., None] + ev
 
         empty = jnp.zeros((*shape, v.shape[-1]), wide)
         start = jnp.full(shape, -jnp.inf, wide), jnp.zeros(shape, wide), empty
         top, total, acc = grid.fold(ROW, i, step, start)
-        return None, (acc * jnp.where(total == 0, 0, 1 / total)[..., None], top + jnp.log(total))
+        return None, (acc * inverse(total)[..., None], top, total)
 
     if grid.row.count == 1:
         return list(line(None, 0)[1])
     _, tiles = lax.scan(line, None, jnp.arange(grid.row.count, dtype=jnp.int32))
     return [jnp.moveaxis(x, 0, 1).reshape(shape[0], -1, *x.shape[3:]) for x in tiles]
+
+
+def inverse(total):
+    """`1 / total`, and 0 for a row that sums over nothing."""
+    return jnp.where(total == 0, 0, 1 / jnp.where(total == 0, 1, total))
 
 
 def tile_sum(fn: TileFn, block_map: BlockMap, hidden: int, outs: Sequence, operands, context):
@@ -343,5 +348,9 @@ def _widen(x, wide):
 
 
 def _all_finite(arrays):
-    """Whether all of `arrays` are finite; a maximum keeps NaN and is one pass."""
-    return jnp.stack([jnp.isfinite(jnp.max(jnp.abs(x))) for x in arrays]).all()
+    """Whether all of `arrays` are finite: their sums are. (A maximum may lose a NaN in XLA.)
+
+    Finite numbers whose sum is not cost time, nothing else.
+    """
+    total = lambda x: jnp.sum(jnp.abs(x), dtype=jnp.promote_types(x.dtype, jnp.float32))
+    return jnp.isfinite(jnp.stack([total(x).astype(jnp.float32) for x in arrays])).all()

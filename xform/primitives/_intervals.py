@@ -28,7 +28,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from xform.jaxpr import Rule, interpret
+from xform.jaxpr import interpret
 
 
 @jax.tree_util.register_dataclass
@@ -50,7 +50,8 @@ class Interval:
     @property
     def tiles(self) -> tuple[int, int]:
         """Rows and columns, each 1 where the value does not depend on it."""
-        return self.lo.shape[:2]
+        rows, cols, *_ = self.lo.shape
+        return rows, cols
 
 
 def interval(x) -> Interval:
@@ -112,8 +113,7 @@ def _hull(*values: Array) -> Interval:
 
 def union(a: Interval, b: Interval) -> Interval:
     """The smallest interval around both."""
-    known = a.residues is not None and b.residues is not None
-    bits = a.residues | b.residues if known else None
+    bits = None if a.residues is None or b.residues is None else a.residues | b.residues
     return Interval(jnp.minimum(a.lo, b.lo), jnp.maximum(a.hi, b.hi), bits)
 
 
@@ -179,7 +179,7 @@ def _mul(a, b, **_):
     return _bounded(jnp.multiply, _corners(*_align(a, b)))
 
 
-def _quotient(op: Callable) -> Rule:
+def _quotient(op: Callable) -> Callable[..., Interval]:
     """A division that is monotone in each operand while the divisor keeps its sign."""
 
     def rule(a, b, **_):
@@ -203,7 +203,7 @@ def _divide(x: Array, y: Array) -> Array:
 
 
 def _mod(a, n, **_):
-    """`jnp.remainder`, of the sign of `n`: a range as long as `a` stays between multiples of `n`."""
+    """`jnp.remainder`, of the sign of `n`: a range while `a` stays between multiples of `n`."""
     a, n = _align(a, n)
     if _is_float(a) or _is_float(n):
         return _unbounded(a, n)
@@ -257,7 +257,7 @@ def _square(a, **_):
     return _power(a, y=2)
 
 
-def _extreme(op: Callable) -> Rule:
+def _extreme(op: Callable) -> Callable[..., Interval]:
     def rule(a, b, **_):
         a, b = _align(a, b)
         return _hull(op(a.lo, b.lo), op(a.hi, b.hi))
@@ -269,7 +269,7 @@ def _clamp(least, x, most, **_):
     return _extreme(jnp.minimum)(_extreme(jnp.maximum)(least, x), most)
 
 
-def _monotone(op: Callable) -> Rule:
+def _monotone(op: Callable) -> Callable[..., Interval]:
     """A function that only rises or only falls, with an exact result."""
 
     def rule(a, **params):
@@ -279,7 +279,7 @@ def _monotone(op: Callable) -> Rule:
     return rule
 
 
-def _approximate(op: Callable) -> Rule:
+def _approximate(op: Callable) -> Callable[..., Interval]:
     """A monotone function that backends compute with an error of their own."""
 
     def rule(a, **params):
@@ -289,7 +289,7 @@ def _approximate(op: Callable) -> Rule:
     return rule
 
 
-def _pointwise(op: Callable) -> Rule:
+def _pointwise(op: Callable) -> Callable[..., Interval]:
     """Any elementwise function: known where its operands are."""
 
     def rule(*args, **params):
@@ -395,7 +395,7 @@ def _either(first: Array, a: Interval, b: Interval) -> Interval:
     return Interval(jnp.where(first, a.lo, b.lo), jnp.where(first, a.hi, b.hi))
 
 
-def _shift(op: Callable, wide: Callable | None = None) -> Rule:
+def _shift(op: Callable, wide: Callable | None = None) -> Callable[..., Interval]:
     """A shift, by an amount that is in range; `wide` is the same on floats if it can overflow."""
 
     def rule(a, s, **_):
@@ -426,10 +426,13 @@ def _select(which, *cases, **_):
     first, last = (jnp.clip(end, 0, len(others)) for end in (which.lo, which.hi))
     for i, case in enumerate(others, start=1):
         both = union(chosen, case)
-        pick = lambda a, b, ab, i=i: jnp.where(last < i, a, jnp.where(first >= i, b, ab))
-        bits = None if both.residues is None else pick(chosen.residues, case.residues, both.residues)
-        ends = (pick(*(getattr(x, end) for x in (chosen, case, both))) for end in ("lo", "hi"))
-        chosen = Interval(*ends, bits)
+        before, after = last < i, first >= i
+        pick = lambda a, b, ab: jnp.where(before, a, jnp.where(after, b, ab))  # noqa: B023
+        bits = None
+        if both.residues is not None:
+            bits = pick(chosen.residues, case.residues, both.residues)
+        lo, hi = pick(chosen.lo, case.lo, both.lo), pick(chosen.hi, case.hi, both.hi)
+        chosen = Interval(lo, hi, bits)
     return chosen
 
 
@@ -461,7 +464,7 @@ def default(eqn, *args):
 # ---- Shape -----------------------------------------------------------------------------------
 
 
-def _structural(primitive, *, keeps_values: bool = True) -> Rule:
+def _structural(primitive, *, keeps_values: bool = True) -> Callable:
     """Moves values about (or takes their extremes): the same on both ends, tile by tile."""
 
     def rule(*args, **params):
@@ -507,8 +510,16 @@ RULES: dict = {
     **{
         p: _approximate(p.bind)
         for p in (
-            lax.exp_p, lax.exp2_p, lax.expm1_p, lax.log_p, lax.log1p_p, lax.sqrt_p, lax.cbrt_p,
-            lax.tanh_p, lax.logistic_p, lax.erf_p,
+            lax.exp_p,
+            lax.exp2_p,
+            lax.expm1_p,
+            lax.log_p,
+            lax.log1p_p,
+            lax.sqrt_p,
+            lax.cbrt_p,
+            lax.tanh_p,
+            lax.logistic_p,
+            lax.erf_p,
         )
     },
     **{p: _pointwise(p.bind) for p in (lax.population_count_p, lax.clz_p)},
@@ -533,8 +544,16 @@ RULES: dict = {
     **{
         p: _structural(p)
         for p in (
-            lax.broadcast_in_dim_p, lax.reshape_p, lax.squeeze_p, lax.transpose_p, lax.slice_p,
-            lax.rev_p, lax.copy_p, lax.concatenate_p, lax.stack_p, lax.unstack_p,
+            lax.broadcast_in_dim_p,
+            lax.reshape_p,
+            lax.squeeze_p,
+            lax.transpose_p,
+            lax.slice_p,
+            lax.rev_p,
+            lax.copy_p,
+            lax.concatenate_p,
+            lax.stack_p,
+            lax.unstack_p,
         )
     },
     **{

@@ -58,7 +58,7 @@ def _blocks(x: Array, block: int) -> Array:
 
 
 def _levels(x: Interval) -> Interval:
-    """From blocks `[n, block, *rest]` to `[levels, n, *rest]`: level j unites `2**j` from each on."""
+    """Of blocks `[n, block, *rest]`, `[levels, n, *rest]`: level j unites `2**j` from each on."""
     n = x.lo.shape[0]
     bits = None if x.residues is None else jnp.bitwise_or.reduce(x.residues, axis=1)
     blocks = Interval(x.lo.min(1), x.hi.max(1), bits)
@@ -112,7 +112,7 @@ def _dynamic_slice(x, *starts, slice_sizes: Sequence[int]):
         if last == 0:
             continue
         if isinstance(start, Interval):
-            offsets = jnp.arange(size, dtype=jnp.int32)
+            offsets = jnp.arange(size, dtype=jnp.int32)[None, None]
             start = _clipped(start, last)
             indices[dim] = Interval(start.lo[..., None] + offsets, start.hi[..., None] + offsets)
         else:
@@ -130,17 +130,17 @@ def _gather(x, index, *, dimension_numbers, slice_sizes, mode, fill_value, **_):
     free = [d for d in range(len(out) + len(batch)) if d not in numbers.offset_dims]
     for position, size in zip(free, batch, strict=True):
         out.insert(position, size)
+    if isinstance(x, Interval) or not ordered(x.dtype):
+        return unknown(out, _dtype(x))
     simple = (
-        not isinstance(x, Interval)
-        and ordered(x.dtype)
-        and not numbers.operand_batching_dims
+        not numbers.operand_batching_dims
         and numbers.collapsed_slice_dims == tuple(sorted(dims))
         and all(x.shape[d] == slice_sizes[d] for d in rest)
         and all(x.shape[d] > 0 for d in dims)
         and (not batch or (len(batch) == 1 and len(dims) == 1))
     )
     if not simple:
-        return unknown(out, _dtype(x))
+        return unknown(out, x.dtype)
     indices, inside = {}, interval(True)
     for j, dim in enumerate(dims):
         at = jax.tree.map(lambda end, j=j: end[..., j].reshape(*end.shape[:2], -1), index)

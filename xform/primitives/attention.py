@@ -6,9 +6,9 @@ in O(T V) memory, with exact gradients for q, k, v, sinks and everything that th
 every JAX transform. FlexAttention (Dong et al., arXiv:2412.05496) is the model for the two mods; here
 block maps need no building and closures no rules.
 
-The primitive computes the output and its log-sum-exp, `flex_attention_p`. Its derivative is a tile sum
-(`xform.primitives.tile_sum`), written down in `_jvp`; nothing else is needed for any order. Sinks act
-on (out, lse) alone and are ordinary JAX.
+`flex_attention_p` computes the output and, of each row's scores, the maximum and the sum of the
+exponentials relative to it. Its derivative is a tile sum (`xform.primitives.tile_sum`), written down
+in `_jvp`; no order needs anything else. Log-sum-exp and sinks are ordinary JAX on these results.
 """
 
 from __future__ import annotations
@@ -111,7 +111,9 @@ def _blockwise(q, k, v, score_mod, mask_mod, scale):
     mods = take_apart(score_mod, mask_mod, wide)
     spec = Spec(float(scale), jnp.dtype(q.dtype), mods.score, mods.reads, mods.mask, mods.mask_dims)
     args = join_axes((q, k, v, *mods.captures, *mods.context))
-    return flex_attention_p.bind(*args, spec=spec, hidden=0)
+    out, top, total = flex_attention_p.bind(*args, spec=spec, hidden=0, dtype=spec.dtype)
+    empty = total == 0
+    return out, jnp.where(empty, -jnp.inf, top + jnp.log(jnp.where(empty, 1, total)))
 
 
 def _scaled(score_mod, scale, score, *index):
@@ -121,7 +123,7 @@ def _scaled(score_mod, scale, score, *index):
 
 def _with_sinks(out, lse, sinks):
     """Adds one logit without a value to every row's softmax."""
-    total = jnp.logaddexp(lse, sinks.astype(lse.dtype))
+    total = jnp.logaddexp(lse, sinks.astype(lse.dtype)[None, None])
     share = jnp.exp(lse - jnp.where(jnp.isneginf(total), 0, total))
     return (out * share[..., None]).astype(out.dtype), total
 
@@ -136,51 +138,52 @@ def _split(args: Sequence, spec: Spec):
     return *args[:3], args[3:n], args[n:]
 
 
-def _structs(args, spec: Spec, hidden: int):
-    """Shapes and dtypes of out and lse."""
+def _structs(args, spec: Spec, hidden: int, dtype):
+    """Shapes and dtypes of the output, the maximum and the sum of each row."""
     q, v = args[0], args[2]
     lead = tuple(max(x.shape[d] for x in args) for d in range(hidden))
     rows = (*lead, *q.shape[hidden:-1])
-    return [
-        jax.ShapeDtypeStruct((*rows, v.shape[-1]), spec.dtype),
-        jax.ShapeDtypeStruct(rows, spec.wide),
-    ]
+    statistic = jax.ShapeDtypeStruct(rows, spec.wide)
+    return [jax.ShapeDtypeStruct((*rows, v.shape[-1]), dtype), statistic, statistic]
 
 
-def _abstract(*args, spec, hidden):
-    return [result_type(s.shape, s.dtype, args[0]) for s in _structs(args, spec, hidden)]
+def _abstract(*args, spec, hidden, dtype):
+    return [result_type(s.shape, s.dtype, args[0]) for s in _structs(args, spec, hidden, dtype)]
 
 
-def _impl(*args, spec, hidden):
-    out, lse = _structs(args, spec, hidden)
+def _impl(*args, spec, hidden, dtype):
     q, k, v, captures, context = _split(args, spec)
     if 0 in q.shape or 0 in k.shape or 0 in v.shape:
-        return [jnp.zeros(out.shape, out.dtype), jnp.full(lse.shape, -jnp.inf, lse.dtype)]
-    return blockwise.attend(spec, block_map, hidden, q, k, v, captures, context)
+        structs = _structs(args, spec, hidden, dtype)
+        return [jnp.full(s.shape, x, s.dtype) for s, x in zip(structs, (0, -jnp.inf, 0), strict=True)]
+    out, *statistics = blockwise.attend(spec, block_map, hidden, q, k, v, captures, context)
+    return [out.astype(dtype), *statistics]
 
 
-def _jvp(primals, tangents, *, spec, hidden):
-    """With A = sum_j p_ij v_j and L = sum_j p_ij at fixed p's normaliser: see `Attend`.
+def _jvp(primals, tangents, *, spec, hidden, dtype):
+    """`out = A / L` at a fixed maximum (see `Attend`), so `d out = (dA - out dL) / L`.
 
-    `d lse = dL` and `d out = dA - dL out`. Transposed, with `do` and `dlse` the cotangents, this gives A
-    the cotangent `do` and L the cotangent `dlse - out . do`, the "delta" of FlashAttention.
+    Transposed, with `do` the cotangent of the output, A gets `do / L` and L gets `-(out . do) / L`, the
+    "delta" of FlashAttention. The output is kept unrounded for it: at a narrow dtype its rounding
+    would be the largest error of every gradient.
     """
     q, k, v, captures, context = _split(primals, spec)
     dq, dk, dv, dcaptures, _ = _split(tangents, spec)
-    out, lse = flex_attention_p.bind(*primals, spec=spec, hidden=hidden)
+    out, top, total = flex_attention_p.bind(*primals, spec=spec, hidden=hidden, dtype=spec.wide)
     moving = (dq, None, dk, dv, *dcaptures)
     nonzero = tuple(t is not None and type(t) is not ad.Zero for t in moving)
-    operands = [q, lse, k, v, *captures, *(t for t, z in zip(moving, nonzero, strict=True) if z)]
-    wide = [jax.ShapeDtypeStruct(x.shape, spec.wide) for x in (out, lse)]
-    fn = Jvp(Attend(spec), nonzero)
-    d_sum, d_lse = tile_sum(fn, operands, context, hidden=hidden, outs=wide)
-    d_out = d_sum - d_lse[..., None] * out
-    return [out, lse], [d_out.astype(out.dtype), d_lse]
+    operands = [q, top, k, v, *captures, *(t for t, z in zip(moving, nonzero, strict=True) if z)]
+    d_sum, d_total = tile_sum(
+        Jvp(Attend(spec), nonzero), operands, context, hidden=hidden,
+        outs=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (out, total)],
+    )  # fmt: skip
+    d_out = (d_sum - d_total[..., None] * out) * blockwise.inverse(total)[..., None]
+    return [out.astype(dtype), top, total], [d_out.astype(dtype), ad.Zero(jax.typeof(top)), d_total]
 
 
-def _batch(args, dims, *, spec, hidden):
+def _batch(args, dims, *, hidden, **params):
     args, _ = add_hidden_dim(args, dims)
-    return flex_attention_p.bind(*args, spec=spec, hidden=hidden + 1), [0, 0]
+    return flex_attention_p.bind(*args, hidden=hidden + 1, **params), [0, 0, 0]
 
 
 flex_attention_p.def_impl(partial(apply_primitive, flex_attention_p))

@@ -10,6 +10,7 @@ computed for 64 rows of tiles at a time, so that only the map itself has as many
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +18,7 @@ from jax import Array, lax
 from jax.extend.core import Jaxpr, JaxprEqn
 from jaxtyping import Float, Int8
 
-from xform.jaxpr import Rule, eqn_rule, interpret
+from xform.jaxpr import eqn_rule, interpret
 from xform.primitives._intervals import RULES, Interval, default, interval
 from xform.primitives._reads import READS
 
@@ -39,8 +40,9 @@ def block_map(
 ) -> Int8[Array, "rows cols"]:
     """Says of each tile of one head whether a mask leaves nothing, something or all of it.
 
-    Runs under jit, vmap (over `b`, `h` or captures) and `shard_map`. A tile that sticks out beyond
-    the lengths is at most `PARTIAL`, and what the mask says out there has no influence.
+    Runs under jit and vmap (over `b`, `h` or captures), and inside `shard_map` where the captures
+    have no varying axes, or `check_vma` is off. A tile that sticks out beyond the lengths is at
+    most `PARTIAL`; what the mask says out there has no influence.
 
     Args:
         mask: a jaxpr without constants, `(b, h, q_idx, kv_idx, *captures) -> bool`, all but the
@@ -51,7 +53,8 @@ def block_map(
         q_tile, kv_tile: how many of each make a tile.
 
     Returns:
-        `EMPTY`, `PARTIAL` or `FULL` for each tile, `[ceil(q_len / q_tile), ceil(kv_len / kv_tile)]`.
+        `EMPTY`, `PARTIAL` or `FULL` of each of the `ceil(q_len / q_tile)` by
+        `ceil(kv_len / kv_tile)` tiles.
 
     >>> i = jnp.int32(0)
     >>> causal = jax.make_jaxpr(lambda b, h, q, k: q >= k)(i, i, i, i)
@@ -113,7 +116,7 @@ class _Staged:
     def __init__(self):
         self.tape: list[tuple[Callable, tuple, list[_Later]]] = []
 
-    def apply(self, rule: Rule | None) -> Callable:
+    def apply(self, rule: Callable | None) -> Callable:
         """`rule(*args, **params)` as `rule(eqn, *args)`; None stands for one that knows nothing."""
 
         def run(eqn: JaxprEqn, *args):
@@ -124,7 +127,7 @@ class _Staged:
             if not _mixed(args):
                 return rule(*args, **eqn.params)
             results = [_Later() for _ in eqn.outvars]
-            self.tape.append((lambda *args: rule(*args, **eqn.params), args, results))
+            self.tape.append((partial(rule, **eqn.params), args, results))
             return results if eqn.primitive.multiple_results else results[0]
 
         return run

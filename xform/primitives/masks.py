@@ -1,9 +1,10 @@
-"""Who may look at whom, as values: masks that are called, combined and printed like the sentences they are.
+"""Who may look at whom, as values: masks that are called, combined and printed as sentences.
 
-A mask is a scalar function `mask(b, h, q_idx, kv_idx) -> bool` of the batch, head, query and key index, where `h` is the
-query head. Any such Python function will do; the objects here add `& | ~` (with plain functions on either side), a
-readable `repr`, and numbers that may be traced arrays. A mask is a pytree: its arrays are leaves, so that a layer's
-window can be scanned over; its Python numbers and functions are structure, as they are in the code.
+A mask is a scalar function `mask(b, h, q_idx, kv_idx) -> bool` of the batch, head, query and key
+index, where `h` is the query head. Any such Python function will do; the objects here add `& | ~`
+(with plain functions on either side), a readable `repr`, and numbers that may be traced arrays. A
+mask is a pytree: its arrays are leaves, so that a layer's window can be scanned over; its Python
+numbers and functions are structure, as they are in the code.
 
 A variant is a class of a few lines:
 
@@ -14,8 +15,8 @@ A variant is a class of a few lines:
         def __call__(self, b, h, q_idx, kv_idx):
             return kv_idx < self.n
 
-Variants compare on two sides, `lo < x` and `x <= hi`, where one might write `abs(x) < w`: interval analysis finds the
-same tiles in both, and Hopper's assembler has miscompiled the second.
+Variants compare on two sides, `lo < x` and `x <= hi`, where one might write `abs(x) < w`: interval
+analysis finds the same tiles in both, and Hopper's assembler has miscompiled the second.
 """
 
 from collections.abc import Callable
@@ -25,6 +26,7 @@ from typing import dataclass_transform
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.typing import ArrayLike
 
 type MaskMod = Callable[[ArrayLike, ArrayLike, ArrayLike, ArrayLike], ArrayLike]
@@ -53,13 +55,14 @@ class Mask:
         return _not(self)
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({', '.join(filter(None, map(self._show, fields(self))))})"
+        shown = map(self._show, fields(self))  # pyright: ignore[reportArgumentType]
+        return f"{type(self).__name__}({', '.join(filter(None, shown))})"
 
     def _show(self, f) -> str:
         value = getattr(self, f.name)
         if f.default is not MISSING and value is f.default:
             return ""
-        if isinstance(value, jax.core.Tracer) or np.ndim(value):
+        if isinstance(value, Tracer) or np.ndim(value):
             return f"{f.name}: {_type(value)}"
         return f"{f.name}={value}" if f.kw_only else str(value)
 
@@ -70,7 +73,7 @@ def _type(x) -> str:
 
 @dataclass_transform(frozen_default=True, eq_default=False)
 def _mask[M: type](cls: M) -> M:
-    """Makes a variant: a frozen dataclass and a pytree, equal to itself alone since its fields may be arrays."""
+    """Makes a variant: a frozen dataclass and a pytree, equal to itself alone as arrays are."""
     cls = dataclass(frozen=True, eq=False, repr=False)(cls)
 
     def flatten(mask):
@@ -113,9 +116,9 @@ class causal(Mask):
 class sliding_window(Mask):
     """A query sees the last `size` keys, its own included, and `right` keys after it.
 
-    The keys are `q_idx - size < kv_idx <= q_idx + right`: `sliding_window(size)` is causal by itself, and is what
-    model configurations call `sliding_window=size`. FlashAttention's `window_size=(left, right)` is
-    `sliding_window(left + 1, right=right)`.
+    The keys are `q_idx - size < kv_idx <= q_idx + right`: `sliding_window(size)` is causal by
+    itself, and is what model configurations call `sliding_window=size`. FlashAttention's
+    `window_size=(left, right)` is `sliding_window(left + 1, right=right)`.
 
     Args:
         size: how many keys, counted back from the query's own; a scalar.
@@ -134,7 +137,7 @@ class sliding_window(Mask):
 
 @_mask
 class prefix(Mask):
-    """Every query sees the first `n` keys; `prefix(n) | causal()` is the mask of a prefix language model.
+    """Every query sees the first `n` keys; `prefix(n) | causal()` is that of a prefix-LM.
 
     Args:
         n: how many keys: a scalar, or `[B]`, one length for each sequence of the batch.
@@ -183,12 +186,13 @@ def _of_batch(name: str, x: ArrayLike, b, ndim: int):
     if x.ndim not in (ndim, ndim + 1):
         names = {0: "a scalar or [B]", 1: "[T] or [B,T]"}[ndim]
         raise ValueError(
-            f"`{name}` has shape {list(x.shape)}; it must be {names}: reduce or index the other dimensions first."
+            f"`{name}` has shape {list(x.shape)}; it must be {names}: reduce or index the other "
+            "dimensions first."
         )
     return x[b] if x.ndim > ndim else x
 
 
-# ---- Combinations ----------------------------------------------------------------------------------------------------
+# ---- Combinations -------------------------------------------------------------------------------
 
 
 @_mask
@@ -200,7 +204,9 @@ class _and(Mask):
         return jnp.logical_and(self.left(b, h, q_idx, kv_idx), self.right(b, h, q_idx, kv_idx))
 
     def __repr__(self):
-        left, right = (f"({m!r})" if isinstance(m, _or) else repr(m) for m in (self.left, self.right))
+        left, right = (
+            f"({m!r})" if isinstance(m, _or) else repr(m) for m in (self.left, self.right)
+        )
         return f"{left} & {right}"
 
 
@@ -244,6 +250,7 @@ def _as_mask(x: MaskMod) -> Mask:
     if callable(x):
         return _function(x)
     raise TypeError(
-        f"a mask combines with masks and with functions of `(b, h, q_idx, kv_idx)`, not with {type(x).__name__}: "
-        "wrap an array that says which pairs to keep as `lambda b, h, q_idx, kv_idx: keep[q_idx, kv_idx]`."
+        "a mask combines with masks and with functions of `(b, h, q_idx, kv_idx)`, not with "
+        f"{type(x).__name__}: wrap an array that says which pairs to keep as "
+        "`lambda b, h, q_idx, kv_idx: keep[q_idx, kv_idx]`."
     )

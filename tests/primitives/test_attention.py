@@ -1,0 +1,261 @@
+"""Values and first derivatives of attention, for every shape and mod, against the float64 oracle."""
+
+import dataclasses
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tests.oracle import assert_as_right_as, in_float64, plain
+
+from xform.primitives.attention import flex_attention
+from xform.primitives.masks import causal, documents, prefix, sliding_window
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """Shapes `B T S H K D V` and mods, made from captured arrays `captures(key)`."""
+
+    shape: tuple[int, int, int, int, int, int, int]
+    mask: Callable | None = None
+    score: Callable | None = None
+    captures: Callable = lambda key, shape: ()
+
+    def inputs(self, dtype, seed: int = 0):
+        b, t, s, h, kv, d, v = self.shape
+        keys = jax.random.split(jax.random.key(seed), 5)
+        shapes = [(b, t, h, d), (b, s, kv, d), (b, s, kv, v), (b, t, h, v)]
+        q, k, v, ct = (jax.random.normal(*x).astype(dtype) for x in zip(keys, shapes, strict=False))
+        return (q, k, v, self.captures(keys[4], self.shape)), ct
+
+    def run(self, attention: Callable) -> Callable:
+        """Output and gradients of q, k, v and captures, for a cotangent."""
+
+        def f(args, ct):
+            def out(q, k, v, captures):
+                score = self.score and (lambda *index: self.score(captures, *index))
+                return attention(q, k, v, score_mod=score, mask_mod=self.mask)
+
+            value, pull = jax.vjp(out, *args)
+            return value, pull(ct.astype(value.dtype))
+
+        return f
+
+
+def normal(key, *shapes):
+    keys = jax.random.split(key, len(shapes))
+    return tuple(jax.random.normal(*x) for x in zip(keys, shapes, strict=True))
+
+
+def ids(length, count):
+    """Document numbers, sorted, of random lengths."""
+    return jnp.sort(jax.random.randint(jax.random.key(7), (2, length), 0, count), axis=-1)
+
+
+CASES = {
+    "one by one": Case((1, 1, 1, 1, 1, 16, 16)),
+    "short": Case((2, 17, 17, 3, 1, 40, 16), mask=causal()),
+    "one query": Case((2, 1, 257, 8, 1, 64, 64), mask=sliding_window(100, right=300)),
+    "two keys": Case((1, 257, 2, 2, 2, 16, 40)),
+    "no mask, ragged": Case((1, 257, 1025, 3, 3, 16, 16)),
+    "causal, ragged": Case((1, 1025, 1025, 3, 1, 64, 40), mask=causal()),
+    "documents": Case((2, 1025, 1025, 2, 2, 16, 16), mask=causal() & documents(ids(1025, 6))),
+    "prefix or window": Case((1, 1025, 1025, 1, 1, 96, 128), mask=prefix(70) | sliding_window(33)),
+    "not causal": Case((1, 257, 257, 1, 1, 128, 96), mask=~causal()),
+    "wide heads": Case((1, 257, 257, 2, 2, 256, 256), mask=causal()),
+    "mask by batch and head": Case(
+        (2, 600, 600, 6, 2, 16, 16), mask=lambda b, h, q, k: q - k < 50 * (h + 1) + 100 * b
+    ),
+    "broken rows": Case((1, 1025, 1025, 2, 1, 16, 16), mask=lambda b, h, q, k: (q - k) % 400 < 30),
+    "scalar and heads": Case(
+        (1, 600, 600, 4, 2, 16, 16), mask=causal(),
+        score=lambda c, s, b, h, q, k: jnp.tanh(s * c[0]) / c[0] - jnp.exp(c[1])[h] * (q - k) / 600,
+        captures=lambda key, shape: (jnp.float32(0.7), *normal(key, (4,))),
+    ),
+    "rows and columns": Case(
+        (2, 600, 300, 2, 1, 16, 16),
+        score=lambda c, s, b, h, q, k: s * c[0][b, q] + c[1][h, k],
+        captures=lambda key, shape: normal(key, (2, 600), (2, 300)),
+    ),
+    "table": Case(
+        (1, 600, 600, 2, 2, 16, 16), mask=causal(),
+        score=lambda c, s, b, h, q, k: s + c[0][h, jnp.minimum(q - k, 63)],
+        captures=lambda key, shape: normal(key, (2, 64)),
+    ),
+    "pair bias": Case(
+        (2, 300, 300, 2, 2, 16, 16),
+        score=lambda c, s, b, h, q, k: s + c[0][h, q, k],
+        captures=lambda key, shape: normal(key, (2, 300, 300)),
+    ),
+    "embeddings": Case(
+        (1, 300, 300, 2, 2, 16, 16),
+        score=lambda c, s, b, h, q, k: s + jnp.dot(c[0][q], c[1][k]),
+        captures=lambda key, shape: normal(key, (300, 4), (300, 4)),
+    ),
+    "derivative rule inside": Case(
+        (1, 300, 300, 2, 2, 16, 16), mask=causal(),
+        score=lambda c, s, b, h, q, k: jax.nn.silu(s) + jax.nn.relu(c[0][k]),
+        captures=lambda key, shape: normal(key, (300,)),
+    ),
+    "score ignored": Case(
+        (1, 300, 300, 2, 2, 16, 16), score=lambda c, s, b, h, q, k: c[0][k - q],
+        captures=lambda key, shape: normal(key, (300,)),
+    ),
+}  # fmt: skip
+
+
+def check(case: Case, dtype, seed: int = 0) -> None:
+    args, ct = case.inputs(dtype, seed)
+    oracle = lambda *a, **mods: flex_attention(*a, **mods, implementation="reference")
+    found = jax.jit(case.run(flex_attention))(args, ct)
+    assert_as_right_as(found, jax.jit(case.run(plain))(args, ct), in_float64(case.run(oracle), args, ct))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_output_and_gradients_are_as_right_as_a_dense_program(name):
+    check(CASES[name], jnp.float32)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("name", ["documents", "scalar and heads", "table"])
+def test_narrow_types_lose_no_more_than_a_dense_program(name, dtype):
+    check(CASES[name], dtype)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("heads", [(3, 3), (3, 1), (8, 1)])
+@pytest.mark.parametrize("size", [16, 40, 64, 96, 128, 256])
+@pytest.mark.parametrize("length", [1, 17, 257, 1025])
+def test_every_length_head_size_and_group(length, size, heads):
+    check(Case((1, length, length, *heads, size, size), mask=causal()), jnp.float32, seed=length)
+
+
+def test_a_second_run_gives_the_same_bits():
+    case = CASES["table"]
+    args, ct = case.inputs(jnp.float32)
+    f = jax.jit(case.run(flex_attention))
+    for x, y in zip(*map(jax.tree.leaves, (f(args, ct), f(args, ct))), strict=True):
+        assert np.array_equal(x, y)
+
+
+def test_a_row_without_keys_is_zero_and_moves_nothing():
+    (q, k, v, _), ct = CASES["not causal"].inputs(jnp.float32)
+    f = lambda q, k, v: flex_attention(q, k, v, mask_mod=~causal(), aux=("lse",))
+    (out, aux), pull = jax.vjp(f, q, k, v)
+    assert not out[:, -1].any()
+    assert out[:, 0].any()
+    assert np.isneginf(aux.lse[:, -1]).all()
+    dq, dk, _ = pull((ct, jax.tree.map(jnp.ones_like, aux)))
+    assert not dq[:, -1].any()
+    assert not dk[:, 0].any()
+    assert np.isfinite(dq).all()
+
+
+@pytest.mark.parametrize("lengths", [(0, 5), (5, 0), (0, 0)])
+def test_empty_lengths_give_zeros_and_zero_gradients(lengths):
+    case = Case((2, *lengths, 4, 2, 16, 8))
+    (q, k, v, _), ct = case.inputs(jnp.float32)
+    out, grads = jax.jit(case.run(flex_attention))((q, k, v, ()), ct)
+    assert out.shape == (2, lengths[0], 4, 8)
+    assert not out.any()
+    for x, grad in zip((q, k, v), grads, strict=False):
+        assert grad.shape == x.shape
+        assert not grad.any()
+
+
+@pytest.mark.parametrize("bad", [jnp.nan, jnp.inf, -jnp.inf])
+def test_what_a_mask_hides_has_no_influence(bad):
+    """NaN in hidden keys, values, captures and in rows whose cotangent is NaN stays where it is."""
+    case = Case((1, 300, 300, 4, 2, 16, 16))
+    (q, k, v, _), ct = case.inputs(jnp.float32)
+    (bias,) = normal(jax.random.key(3), (300,))
+    hidden = jnp.zeros(300, bool).at[jnp.array([7, 250, 299])].set(True)
+    mask = lambda b, h, q_idx, kv_idx: ~hidden[kv_idx] & (q_idx >= kv_idx)
+
+    def f(q, k, v, bias):
+        score = lambda s, b, h, q_idx, kv_idx: s * bias[kv_idx]
+        return (flex_attention(q, k, v, score_mod=score, mask_mod=mask) * ct).sum()
+
+    spoil = lambda x, dim: jnp.where(hidden.reshape([-1 if i == dim else 1 for i in range(x.ndim)]), bad, x)
+    grad = jax.jit(jax.value_and_grad(f, (0, 1, 2, 3)))
+    clean = grad(q, k, v, bias)
+    spoilt = grad(q, spoil(k, 1), spoil(v, 1), spoil(bias, 0))
+    for x, y in zip(*map(jax.tree.leaves, (clean, spoilt)), strict=True):
+        assert np.array_equal(x, y)
+
+
+def test_a_nan_that_is_seen_reaches_who_sees_it_and_nobody_else():
+    (q, k, v, _), _ = Case((1, 300, 300, 2, 1, 16, 16)).inputs(jnp.float32)
+    out = flex_attention(q, k, v.at[:, 200, :, 3].set(jnp.nan), mask_mod=causal())
+    assert np.isfinite(out[:, :200]).all()
+    assert np.isnan(out[:, 200:, :, 3]).all()
+    assert np.isfinite(out[:, 200:, :, :3]).all()
+
+
+def test_sinks_take_part_in_the_softmax_and_have_a_gradient():
+    (q, k, v, _), ct = CASES["short"].inputs(jnp.float32)
+    (sinks,) = normal(jax.random.key(5), (3,))
+
+    def with_sinks(q, k, v, sinks, **how):
+        out, aux = flex_attention(q, k, v, sinks=sinks, mask_mod=causal(), aux=("lse",), **how)
+        return (out * ct).sum() + aux.lse.sum()
+
+    def by_hand(q, k, v, sinks):
+        """One more key, the same for all, whose score is the sink and whose value is 0."""
+        wide = jnp.concatenate([q, jnp.broadcast_to(sinks[:, None], (*q.shape[:3], 1))], -1)
+        more = lambda x, last: jnp.pad(x, [(0, 0), (0, 1), (0, 0), (0, last)])
+        k = more(k, 1).at[:, -1, :, -1].set(1 / q.shape[-1] ** -0.5)
+        mask = lambda b, h, q_idx, kv_idx: (kv_idx <= q_idx) | (kv_idx == q.shape[1])
+        out, aux = flex_attention(
+            wide, k, more(v, 0), scale=q.shape[-1] ** -0.5, mask_mod=mask, aux=("lse",)
+        )
+        return (out * ct).sum() + aux.lse.sum()
+
+    found = jax.grad(with_sinks, (0, 1, 2, 3))(q, k, v, sinks)
+    for x, y in zip(found, jax.grad(by_hand, (0, 1, 2, 3))(q, k, v, sinks), strict=True):
+        np.testing.assert_allclose(x, y, atol=2e-5)
+
+
+def test_a_traced_scale_has_a_gradient():
+    (q, k, v, _), _ = CASES["short"].inputs(jnp.float32)
+    f = lambda scale, **how: flex_attention(q, k, v, scale=scale, mask_mod=causal(), **how).sum()
+    found = jax.jit(jax.grad(f))(jnp.float32(0.3))
+    step = 1e-2
+    np.testing.assert_allclose(found, (f(0.3 + step) - f(0.3 - step)) / (2 * step), rtol=1e-2)
+
+
+ERRORS = {
+    "`q` has shape (4, 8, 16); needed are 4 dimensions": dict(q=(4, 8, 16)),
+    "`k` has shape (2, 8, 2, 8); with q (2, 8, 4, 16) it needs batch 2 and head size 16": dict(k=(2, 8, 2, 8)),
+    "`v` has shape (2, 9, 2, 16)": dict(v=(2, 9, 2, 16)),
+    "4 query heads are no multiple of 3 key/value heads": dict(k=(2, 8, 3, 16), v=(2, 8, 3, 16)),
+    "`sinks` has shape (2,); needed is one per query head, (4,)": dict(sinks=(2,)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("message", ERRORS)
+def test_a_wrong_shape_is_named(message):
+    shapes = {"q": (2, 8, 4, 16), "k": (2, 8, 2, 16), "v": (2, 8, 2, 16)} | ERRORS[message]
+    arrays = {name: jnp.ones(shape) for name, shape in shapes.items()}
+    with pytest.raises(ValueError) as error:
+        flex_attention(arrays.pop("q"), arrays.pop("k"), arrays.pop("v"), **arrays)
+    assert message in str(error.value)
+
+
+def test_all_that_is_wrong_is_named_at_once():
+    x = jnp.ones((1, 8, 2, 16))
+    with pytest.raises(ValueError, match=r"dtypes differ.*`aux` asks for \['max_score'\].*'triton'"):
+        flex_attention(x, x.astype("bfloat16"), x, aux=("max_score",), implementation="triton")
+
+
+def test_a_mod_that_returns_something_else_is_named():
+    x = jnp.ones((1, 8, 2, 16))
+
+    def by_row(score, b, h, q_idx, kv_idx):
+        return jnp.full(8, score)
+
+    with pytest.raises(ValueError, match=r"`score_mod` must return .*`by_row` returned float32\[8\]"):
+        flex_attention(x, x, x, score_mod=by_row)
+    with pytest.raises(ValueError, match=r"`mask_mod` must return a bool.*returned int32\[\]"):
+        flex_attention(x, x, x, mask_mod=lambda b, h, q_idx, kv_idx: q_idx - kv_idx)
