@@ -17,9 +17,7 @@ Two things are promised here, so that no caller needs to think of them:
 * what `visible` hides has no influence, NaN and infinity included: `0 * NaN` never happens. A pair
   that is visible follows IEEE arithmetic.
 
-Shapes: `g` query heads of one key/value head, `q` queries, `k` keys of a tile, `d` any head size. A
-tile is stored `[g,q,k]`, or `[k,g,q]` where `key_major`: a walk over key tiles that adds up columns
-then multiplies in storage order (on a CPU 15 % of a backward pass).
+Shapes: `g` query heads of one key/value head, `q` queries, `k` keys of a tile, `d` any head size.
 """
 
 from __future__ import annotations
@@ -35,16 +33,18 @@ from jax.interpreters import ad, batching, mlir
 
 Role = Literal["tile", "row", "col"]
 
-# The operands from which each output is made, and what is summed: a key, a (g, q) pair, or d.
+# The operands from which each output is made; the dimensions of each, `i` for a pair (g, q); and
+# which of them is summed over.
 _OPERANDS: dict[Role, tuple[Role, Role]] = {
     "tile": ("row", "col"),
     "row": ("tile", "col"),
     "col": ("tile", "row"),
 }
+_DIMS: dict[Role, str] = {"tile": "ik", "row": "id", "col": "kd"}
 _SUMMED: dict[Role, str] = {"tile": "d", "row": "k", "col": "i"}
 
 
-def contract(x, y, *, out: Role, dtype, key_major=False, visible=None, finite=None):
+def contract(x, y, *, out: Role, dtype, visible=None, finite=None):
     """The derivative of the trilinear form with respect to `out`.
 
     Args:
@@ -52,7 +52,6 @@ def contract(x, y, *, out: Role, dtype, key_major=False, visible=None, finite=No
       y: columns `[k,d]` for `"tile"` and `"row"`, rows `[g,q,d]` for `"col"`.
       out: which operand of the form is the output.
       dtype: what the operands are rounded to.
-      key_major: whether tiles are `[k,g,q]`, not `[g,q,k]`.
       visible: bool tile with `g` or 1 heads; None where everything is visible.
       finite: bool scalar, whether every row and column of the whole call is finite. Hiding
         a NaN costs more products, which run only where this is False.
@@ -61,24 +60,23 @@ def contract(x, y, *, out: Role, dtype, key_major=False, visible=None, finite=No
       A tile, rows or columns in float32 (float64 where `dtype` is float64).
     """
     hide = () if visible is None else (visible, finite)
-    return contract_p.bind(x, y, *hide, out=out, dtype=jnp.dtype(dtype), key_major=key_major)
+    return contract_p.bind(x, y, *hide, out=out, dtype=jnp.dtype(dtype))
 
 
 contract_p = Primitive("contract")
 
 
-def _impl(x, y, *hide, out, dtype, key_major):
-    x_role, y_role = _OPERANDS[out]
-    shape = _abstract(x, y, out=out, dtype=dtype, key_major=key_major).shape
-    x, y = _matrix(x, x_role, key_major), _matrix(y, y_role, key_major)
-    product = partial(_product, out=out, key_major=key_major)
+def _impl(x, y, *hide, out, dtype):
+    shape = _abstract(x, y, out=out, dtype=dtype).shape
+    x, y = _matrix(x), _matrix(y)
+    product = partial(_product, out=out)
     if not hide:
         return product(x.astype(dtype), y.astype(dtype)).reshape(shape)
     visible, finite = hide
     if out == "tile":
         return jnp.where(visible, product(x.astype(dtype), y.astype(dtype)).reshape(shape), 0)
-    tile_shape = _tile_shape(visible, x, key_major)
-    visible = _matrix(jnp.broadcast_to(visible, tile_shape), "tile", key_major)
+    heads = len(x) // visible.shape[1]
+    visible = _matrix(jnp.broadcast_to(visible, (heads, *visible.shape[1:])))
     if out == "col":  # a row that is NaN stays out of the columns that it does not see
         x = jnp.where(visible, x, 0)
     x, y = x.astype(dtype), y.astype(dtype)
@@ -88,20 +86,14 @@ def _impl(x, y, *hide, out, dtype, key_major):
     return (clean + rest).reshape(shape)
 
 
-def _matrix(x, role: Role, key_major: bool):
-    """`x` with its (g, q) pairs folded into one dimension `i`."""
-    if role == "col":
-        return x
-    return x.reshape(x.shape[0], -1) if role == "tile" and key_major else x.reshape(-1, x.shape[-1])
+def _matrix(x):
+    """`x` with its (g, q) pairs, if it has any, folded into one dimension `i`."""
+    return x.reshape(-1, x.shape[-1])
 
 
-def _product(x, y, *, out: Role, key_major: bool):
+def _product(x, y, *, out: Role):
     """One matrix product, accumulated in float32 or wider."""
-    dims = {"tile": "ki" if key_major else "ik", "row": "id", "col": "kd"}
-    x_role, y_role = _OPERANDS[out]
-    contracting = (dims[x_role].index(_SUMMED[out]), dims[y_role].index(_SUMMED[out]))
-    if out == "tile" and key_major:
-        x, y, contracting = y, x, contracting[::-1]
+    contracting = tuple(_DIMS[role].index(_SUMMED[out]) for role in _OPERANDS[out])
     return lax.dot_general(
         x, y, ((contracting[:1], contracting[1:]), ((), ())),
         # Float32 stays float32 on GPUs and TPUs; narrower types have one precision.
@@ -122,20 +114,12 @@ def _nonfinite(x, y, visible, *, product):
     return value.astype(jnp.promote_types(y.dtype, jnp.float32))
 
 
-def _tile_shape(visible, x, key_major: bool):
-    """The shape of the whole tile, whose mask may have one head for all."""
-    pairs = x.shape[1 if key_major else 0]
-    q = visible.shape[2 if key_major else 1]
-    return (visible.shape[0], pairs // q, q) if key_major else (pairs // q, q, visible.shape[2])
-
-
-def _abstract(x, y, *hide, out, dtype, key_major):
+def _abstract(x, y, *hide, out, dtype):
     del hide
-    heads = x.shape[1:] if key_major else x.shape[:2]
     shape = {
-        "tile": (y.shape[0], *x.shape[:2]) if key_major else (*x.shape[:2], y.shape[0]),
-        "row": (*heads, y.shape[-1]),
-        "col": (x.shape[0 if key_major else 2], y.shape[-1]),
+        "tile": (*x.shape[:2], y.shape[0]),
+        "row": (*x.shape[:2], y.shape[-1]),
+        "col": (x.shape[2], y.shape[-1]),
     }[out]
     return jax.core.ShapedArray(shape, jnp.promote_types(dtype, jnp.float32))
 

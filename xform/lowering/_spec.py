@@ -28,9 +28,8 @@ class At:
       q: int32 `[q]`, true query indices, at most T-1.
       k: int32 `[k]`, true key indices, at most S-1.
       context: whole arrays read by masks and by the index expressions of reads.
-      visible: bool tile with g heads or 1, or None where the tile is full.
+      visible: bool `[g or 1, q, k]`, or None where the tile is full.
       finite: bool scalar, whether all row and column operands are finite.
-      key_major: whether tiles are stored `[k, g, q]`, not `[g, q, k]`.
     """
 
     b: jax.Array
@@ -40,15 +39,9 @@ class At:
     context: tuple[jax.Array, ...] = ()
     visible: jax.Array | None = None
     finite: jax.Array | None = None
-    key_major: bool = False
-
-    @property
-    def tile_dims(self) -> str:
-        """The dimensions of a tile in order of storage."""
-        return "khq" if self.key_major else "hqk"
 
     def over(self, dims: str, f, *args, arg_dims: tuple[str, ...] = ()):
-        """Evaluates scalar `f(b, h, q, k, *args)` at every point of `dims`, some of "hqk" in any order.
+        """Evaluates scalar `f(b, h, q, k, *args)` at every point of `dims`, a part of "hqk".
 
         `args` carry the dimensions named in `arg_dims`. What depends on fewer indices is computed
         once per row or column, not once per element: nested `vmap`s see to that.
@@ -56,14 +49,6 @@ class At:
         pick = lambda dim, x: x if dim in dims else x[0]
         index = (self.b, pick("h", self.h), pick("q", self.q), pick("k", self.k))
         return _over(dims, f, ("", "h", "q", "k", *arg_dims))(*index, *args)
-
-    def of_rows(self, x):
-        """Row statistics `[g,q]`, to be broadcast against a tile."""
-        return x[None] if self.key_major else x[..., None]
-
-    def sum_keys(self, tile):
-        """Sums a tile over its keys, `[g,q]`."""
-        return tile.sum(0 if self.key_major else -1)
 
 
 def _over(dims: str, f, arg_dims: tuple[str, ...]):
@@ -133,7 +118,9 @@ class Read:
             inserted_window_dims=numbers.collapsed_slice_dims,
             scatter_dims_to_operand_dims=numbers.start_index_map,
         )
-        return lax.scatter_add(total, starts, ct.astype(total.dtype), scatter, mode=self.mode)
+        add = lambda x: lax.scatter_add(x, starts, ct.astype(x.dtype), scatter, mode=self.mode)
+        # A small array is summed tile by tile: more exact than one long sum, and as fast.
+        return total + add(jnp.zeros_like(total)) if total.size <= ct.size else add(total)
 
     def _numbers(self) -> lax.GatherDimensionNumbers:
         """The scalar gather's dimension numbers with `dims` as leading dimensions of the indices."""
@@ -171,11 +158,11 @@ class Spec:
         return jnp.promote_types(self.dtype, jnp.float32)
 
     def visible(self, at: At):
-        """The mask over a tile, with g heads or 1."""
+        """The mask over a tile, `[g or 1, q, k]`."""
         program = jaxpr_as_fun(self.mask)
-        dims = at.tile_dims if "h" in self.mask_dims else at.tile_dims.replace("h", "")
+        dims = "hqk" if "h" in self.mask_dims else "qk"
         mask = at.over(dims, lambda b, h, q, k: program(b, h, q, k, *at.context)[0])
-        return mask if "h" in dims else jnp.expand_dims(mask, at.tile_dims.index("h"))
+        return mask.reshape(-1, *mask.shape[-2:])
 
     @property
     def scale_scores(self) -> bool:

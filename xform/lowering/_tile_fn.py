@@ -65,24 +65,21 @@ def weighted(spec: Spec, at: At, p, v):
 def _modified(spec: Spec, at: At, s, loaded):
     """The score mod at every point of a tile."""
     mod = jaxpr_as_fun(spec.score)
-    dims = (at.tile_dims, *(read.dims for group in spec.reads for read in group))
+    dims = ("hqk", *(read.dims for group in spec.reads for read in group))
     if at.visible is None:
         unmasked = lambda b, h, q, k, s, *reads: mod(s, b, h, q, k, *reads)[0]
-        return at.over(at.tile_dims, unmasked, s, *loaded, arg_dims=dims)
+        return at.over("hqk", unmasked, s, *loaded, arg_dims=dims)
 
     def masked(b, h, q, k, visible, s, *reads):
         s, *reads = (jnp.where(visible, x, jnp.zeros_like(x)) for x in (s, *reads))
         return mod(s, b, h, q, k, *reads)[0]
 
     visible = jnp.broadcast_to(at.visible, s.shape)
-    return at.over(at.tile_dims, masked, visible, s, *loaded, arg_dims=(at.tile_dims, *dims))
+    return at.over("hqk", masked, visible, s, *loaded, arg_dims=("hqk", *dims))
 
 
 def _contract(spec: Spec, at: At, x, y, out):
-    return contract(
-        x, y, out=out, dtype=spec.dtype,
-        key_major=at.key_major, visible=at.visible, finite=at.finite,
-    )  # fmt: skip
+    return contract(x, y, out=out, dtype=spec.dtype, visible=at.visible, finite=at.finite)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,8 +105,8 @@ class Attend:
 
     def __call__(self, at: At, q, top, k, v, *shared):
         s = scores(self.spec, at, q, k, shared)
-        e = jnp.exp(s - at.of_rows(base(top)))
-        return [weighted(self.spec, at, e, v), at.sum_keys(e)]
+        e = jnp.exp(s - base(top)[..., None])
+        return [weighted(self.spec, at, e, v), e.sum(-1)]
 
 
 def base(top):

@@ -130,7 +130,7 @@ class Grid:
         visible = jnp.ones((1, 1, 1), bool) if self.spec.mask is None else self.spec.visible(at)
         if self.ragged:
             inside = self.row.inside(i)[:, None] & self.col.inside(j)[None]
-            visible &= inside.T[:, None] if at.key_major else inside[None]
+            visible &= inside[None]
         return dataclasses.replace(at, visible=visible)
 
     def fold(self, along: str, index, step: Callable, carry):
@@ -256,7 +256,7 @@ def tile_sum(fn: TileFn, block_map: BlockMap, hidden: int, outs: Sequence, opera
 
     def unit(b, h, *arrays):
         arrays, context = arrays[: len(operands)], arrays[len(operands) :]
-        at = At(b, h, none, none, context, finite=finite, key_major=COL in fn.results)
+        at = At(b, h, none, none, context, finite=finite)
         grid = Grid.of(row, col, fn.spec, at, block_map)
         return _tile_sum_unit(fn, grid, arrays, trailing)
 
@@ -276,7 +276,7 @@ def _tile_sum_unit(fn: TileFn, grid: Grid, arrays, trailing):
     `outer` is the side whose results are finished tile by tile; the other side's are added to in place.
     """
     wide = fn.spec.wide
-    outer = COL if grid.at.key_major else ROW
+    outer = COL if COL in fn.results else ROW
     sides = {ROW: grid.row, COL: grid.col}
     group = (grid.at.h.shape[0],)
     lead = {ROW: group, COL: ()}
