@@ -11,9 +11,7 @@ import pytest
 
 # Before the package is imported: its annotated shapes and dtypes are then checked at every call.
 if find_spec("beartype"):
-    jaxtyping.install_import_hook(
-        ["xform.jaxpr", "xform.sharding", "xform.train"], "beartype.beartype"
-    )
+    jaxtyping.install_import_hook("xform", "beartype.beartype")
 
 from xform.sharding.mesh import cpu_devices
 

@@ -1,8 +1,8 @@
 """How right is right: errors are measured against float64 and judged by a plain implementation.
 
-A result may be off by twice what a straightforward implementation at the same precision is off by, and
-one rounding of its own dtype, both as root mean squares over the array: the largest of many rounding
-errors is a matter of luck. No tolerance is chosen by hand.
+A result may be off by twice what a straightforward implementation at the same precision is off
+by, and one rounding of its own dtype, both as root mean squares over the array: the largest of
+many rounding errors is a matter of luck. No tolerance is chosen by hand.
 """
 
 from collections.abc import Callable

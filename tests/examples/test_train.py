@@ -39,8 +39,7 @@ def losses_on(dp: int, tp: int) -> np.ndarray:
 
 @pytest.fixture(scope="module")
 def one_device() -> np.ndarray:
-    with jax.numpy_rank_promotion("allow"):
-        return losses_on(1, 1)
+    return losses_on(1, 1)
 
 
 def test_it_learns(one_device):

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.core import eval_jaxpr
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -35,7 +36,7 @@ def tiles_of(mask, t, s, q_tile, kv_tile):
 
 
 def dense(jaxpr, captures, t, s):
-    at = lambda q, k: jax.core.eval_jaxpr(jaxpr, (), jnp.int32(B), jnp.int32(H), q, k, *captures)[0]
+    at = lambda q, k: eval_jaxpr(jaxpr, (), jnp.int32(B), jnp.int32(H), q, k, *captures)[0]
     q, k = jnp.arange(t, dtype=jnp.int32), jnp.arange(s, dtype=jnp.int32)
     return jax.vmap(jax.vmap(at, (None, 0)), (0, None))(q, k)
 
@@ -206,7 +207,7 @@ BINARY = st.sampled_from(
 )
 UNARY = st.sampled_from(
     [jnp.abs, jnp.sign, jnp.negative, jnp.square, jnp.invert]
-    + [lambda x: x.astype(jnp.int8).astype(jnp.int32)]
+    + [lambda x: jnp.asarray(x).astype(jnp.int8).astype(jnp.int32)]
 )
 COMPARE = st.sampled_from(
     [jnp.equal, jnp.not_equal, jnp.less, jnp.less_equal, jnp.greater, jnp.greater_equal]

@@ -103,4 +103,4 @@ def test_other_dimensions_are_refused():
 
 def test_only_functions_combine():
     with pytest.raises(TypeError, match="not with ndarray: wrap an array"):
-        causal().__and__(IDS)
+        causal().__and__(IDS)  # pyright: ignore[reportArgumentType]

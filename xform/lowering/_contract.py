@@ -7,15 +7,15 @@ Every product that occurs, at any order of derivative, is a partial derivative o
     F(W, R, C) = sum over visible (g, q, k) and d of  W[g,q,k] R[g,q,d] C[k,d]
 
 with respect to one operand: the scores are dF/dW, the weighted values dF/dR, the key gradients
-dF/dC. So `contract_p` has one jvp rule (it is bilinear) and one transpose rule (swap the output with
-an operand), and it is closed under both.
+dF/dC. So `contract_p` has one jvp rule (it is bilinear) and one transpose rule (swap the output
+with an operand), and it is closed under both.
 
 Two things are promised here, so that no caller needs to think of them:
 
 * operands are rounded to `dtype` (the dtype of the user's q, k, v) and products are accumulated in
   float32 (float64 for float64); float32 is multiplied as float32, never as TF32;
-* what `visible` hides has no influence, NaN and infinity included: `0 * NaN` never happens. A pair
-  that is visible follows IEEE arithmetic.
+* what `visible` hides has no influence, NaN and infinity included: `0 * NaN` never happens. A sum
+  that sees a row or column entry that is not finite is NaN.
 
 Shapes: `g` query heads of one key/value head, `q` queries, `k` keys of a tile, `d` any head size.
 """
@@ -28,6 +28,7 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.core import ShapedArray
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
@@ -53,8 +54,8 @@ def contract(x, y, *, out: Role, dtype, visible=None, finite=None):
       out: which operand of the form is the output.
       dtype: what the operands are rounded to.
       visible: bool tile with `g` or 1 heads; None where everything is visible.
-      finite: bool scalar, whether every row and column of the whole call is finite. Hiding
-        a NaN costs more products, which run only where this is False.
+      finite: bool scalar, whether every row and column of the whole call is finite. Finding
+        who sees a NaN costs one more product, which runs only where this is False.
 
     Returns:
       A tile, rows or columns in float32 (float64 where `dtype` is float64).
@@ -79,11 +80,12 @@ def _impl(x, y, *hide, out, dtype):
     visible = _matrix(jnp.broadcast_to(visible, (heads, *visible.shape[1:])))
     if out == "col":  # a row that is NaN stays out of the columns that it does not see
         x = jnp.where(visible, x, 0)
-    x, y = x.astype(dtype), y.astype(dtype)
-    clean = product(x, jnp.where(jnp.isfinite(y), y, 0))
-    nothing = lambda x, y, visible: jnp.zeros_like(clean)
-    rest = lax.cond(finite, nothing, partial(_nonfinite, product=product), x, y, visible)
-    return (clean + rest).reshape(shape)
+    bad = ~jnp.isfinite(y)
+    clean = product(x.astype(dtype), jnp.where(bad, 0, y).astype(dtype))
+    poison = lambda: jnp.where(
+        product(visible.astype(dtype), bad.astype(dtype)) > 0, jnp.nan, clean
+    )
+    return lax.cond(finite, lambda: clean, poison).reshape(shape)
 
 
 def _matrix(x):
@@ -102,18 +104,6 @@ def _product(x, y, *, out: Role):
     )  # fmt: skip
 
 
-def _nonfinite(x, y, visible, *, product):
-    """What the non-finite entries of `y` add to a sum over visible pairs, by IEEE's rules."""
-    x = jnp.where(visible, x, 0)
-    count = lambda a, b: product(a.astype(jnp.float32), b.astype(jnp.float32))
-    plus = count(x > 0, y == jnp.inf) + count(x < 0, y == -jnp.inf) > 0
-    minus = count(x > 0, y == -jnp.inf) + count(x < 0, y == jnp.inf) > 0
-    undefined = count(visible, jnp.isnan(y)) + count(visible & (x == 0), jnp.isinf(y)) > 0
-    value = jnp.where(plus, jnp.inf, jnp.where(minus, -jnp.inf, 0.0))
-    value = jnp.where(undefined | (plus & minus), jnp.nan, value)
-    return value.astype(jnp.promote_types(y.dtype, jnp.float32))
-
-
 def _abstract(x, y, *hide, out, dtype):
     del hide
     shape = {
@@ -121,7 +111,7 @@ def _abstract(x, y, *hide, out, dtype):
         "row": (*x.shape[:2], y.shape[-1]),
         "col": (x.shape[2], y.shape[-1]),
     }[out]
-    return jax.core.ShapedArray(shape, jnp.promote_types(dtype, jnp.float32))
+    return ShapedArray(shape, jnp.promote_types(dtype, jnp.float32))
 
 
 def _jvp(primals, tangents, **params):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +29,7 @@ class At:
       q: int32 `[q]`, true query indices, at most T-1.
       k: int32 `[k]`, true key indices, at most S-1.
       context: whole arrays read by masks and by the index expressions of reads.
+      key: uint32 `[2]`, the dropout key, or None.
       visible: bool `[g or 1, q, k]`, or None where the tile is full.
       finite: bool scalar, whether all row and column operands are finite.
     """
@@ -36,7 +38,8 @@ class At:
     h: jax.Array
     q: jax.Array
     k: jax.Array
-    context: tuple[jax.Array, ...] = ()
+    context: Sequence[jax.Array] = ()
+    key: jax.Array | None = None
     visible: jax.Array | None = None
     finite: jax.Array | None = None
 
@@ -65,15 +68,16 @@ class Read:
     """One place where a score mod reads a captured array.
 
     A read is a gather whose index is a program of (b, h, q, k): `dims` says which of h, q, k it
-    depends on, and that is its class: "" a scalar per head group, "h" one per head, "q" a row vector,
-    "k" a column vector, "hqk" a tile. Its gradient is the transpose, a scatter-add, after a sum
-    over the dimensions that it does not depend on.
+    depends on, and that is its class: "" a scalar per head group, "h" one per head, "q" a row
+    vector, "k" a column vector, "hqk" a tile. Its gradient is the transpose, a scatter-add, after
+    a sum over the dimensions that it does not depend on.
 
     Attributes:
       shape: of what one scalar evaluation of the mod reads.
       index: `(b, h, q, k, *context) -> start indices`; None reads the whole array.
       dims: those of "hqk" that the index depends on.
-      dimension_numbers, slice_sizes, mode, fill_value: of the scalar gather, as in `jax.lax.gather`.
+      dimension_numbers, slice_sizes, mode, fill_value: of the scalar gather, as in
+      `jax.lax.gather`.
     """
 
     shape: tuple[int, ...]
@@ -118,12 +122,10 @@ class Read:
             inserted_window_dims=numbers.collapsed_slice_dims,
             scatter_dims_to_operand_dims=numbers.start_index_map,
         )
-        add = lambda x: lax.scatter_add(x, starts, ct.astype(x.dtype), scatter, mode=self.mode)
-        # A small array is summed tile by tile: more exact than one long sum, and as fast.
-        return total + add(jnp.zeros_like(total)) if total.size <= ct.size else add(total)
+        return lax.scatter_add(total, starts, ct.astype(total.dtype), scatter, mode=self.mode)
 
     def _numbers(self) -> lax.GatherDimensionNumbers:
-        """The scalar gather's dimension numbers with `dims` as leading dimensions of the indices."""
+        """The scalar gather's dimension numbers, with `dims` leading in the indices."""
         numbers = self.dimension_numbers
         return lax.GatherDimensionNumbers(
             offset_dims=tuple(d + len(self.dims) for d in numbers.offset_dims),
@@ -143,6 +145,7 @@ class Spec:
       reads: what `score` reads, one tuple of reads per captured array.
       mask: `(b, h, q, k, *context) -> bool`, or None.
       mask_dims: those of "bhqk" that the mask depends on.
+      dropout: the rate; if not 0, the last array of the context is the key.
     """
 
     scale: float
@@ -151,6 +154,7 @@ class Spec:
     reads: tuple[tuple[Read, ...], ...] = ()
     mask: Jaxpr | None = None
     mask_dims: str = ""
+    dropout: float = 0.0
 
     @property
     def wide(self) -> jnp.dtype:
@@ -163,6 +167,13 @@ class Spec:
         dims = "hqk" if "h" in self.mask_dims else "qk"
         mask = at.over(dims, lambda b, h, q, k: program(b, h, q, k, *at.context)[0])
         return mask.reshape(-1, *mask.shape[-2:])
+
+    def unit(self, b, h, context: Sequence, finite) -> At:
+        """The place of a whole unit: all but the positions of a tile."""
+        key = context[-1] if self.dropout else None
+        context = context[:-1] if self.dropout else context
+        none = jnp.arange(0)
+        return At(b, h, none, none, context, key, finite=finite)
 
     @property
     def scale_scores(self) -> bool:

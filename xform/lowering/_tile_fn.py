@@ -1,7 +1,8 @@
 """The functions inside a tile sum, closed under differentiation.
 
-A tile sum is `sum_j f(row_i, col_j, shared)` (DESIGN section 4). Its derivative is a tile sum of f's
-derivative and its transpose a tile sum of f's transpose, so the functions of all orders are terms
+A tile sum is `sum_j f(row_i, col_j, shared)` (DESIGN section 4). Its derivative is a tile sum of
+f's derivative and its transpose a tile sum of f's transpose, so the functions of all orders are
+terms
 
     f ::= Attend(spec) | Jvp(f, nonzero) | Transpose(f, linear, shapes)
 
@@ -9,28 +10,31 @@ that compare by value. First-order reverse mode is `Transpose(Jvp(Attend))`: by 
 five matrix products, `s = q k^T`, `dv = e^T da`, `de = da v^T`, `dq = ds k` and `dk = ds^T q` with
 `ds = e (de + dl)`; the term evaluates to just these.
 
-Each function declares the kind of every operand and result (`ROW`, `COL`, or a tuple of `Read`s for a
-captured array) and is called with one tile of each; a captured array arrives as the tuple of what its
-reads loaded. All floating tiles are in the spec's wide dtype: what crosses tiles is accumulated there
-and rounded once, at the end.
+Each function declares the kind of every operand and result (`ROW`, `COL`, or a tuple of `Read`s
+for a captured array) and is called with one tile of each; a captured array arrives as the tuple
+of what its reads loaded. All floating tiles are in the spec's wide dtype: what crosses tiles is
+accumulated there and rounded once, at the end.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Protocol
+from functools import partial
+from typing import Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 from jax.extend.core import jaxpr_as_fun
 
 from xform.lowering._contract import contract
+from xform.lowering._dropout import kept
 from xform.lowering._spec import At, Read, Spec
 
 ROW, COL = "row", "col"
-Kind = str | tuple[Read, ...]
+type Kind = str | tuple[Read, ...]
 
 
+@runtime_checkable
 class TileFn(Protocol):
     """A function of tiles: `fn(at, *tiles) -> list of tiles`."""
 
@@ -40,7 +44,7 @@ class TileFn(Protocol):
     def operands(self) -> tuple[Kind, ...]: ...
     @property
     def results(self) -> tuple[Kind, ...]: ...
-    def __call__(self, at: At, *tiles): ...
+    def __call__(self, at: At, *tiles) -> list: ...
 
 
 def scores(spec: Spec, at: At, q, k, shared):
@@ -58,7 +62,9 @@ def scores(spec: Spec, at: At, q, k, shared):
 
 
 def weighted(spec: Spec, at: At, p, v):
-    """`sum_j p_ij v_j` over a tile, `[g,q,v]`."""
+    """`sum_j p_ij v_j` over a tile, `[g,q,v]`, after dropout."""
+    if spec.dropout:
+        p = p * at.over("hqk", partial(kept, at.key, spec.dropout)).astype(p.dtype)
     return _contract(spec, at, p, v, "row")
 
 
@@ -88,9 +94,10 @@ class Attend:
 
         A_i = sum_j e_ij v_j      L_i = sum_j e_ij      e_ij = exp(s_ij - top_i)
 
-    `top` is the row's maximum, a constant: `out = A / L` and `lse = top + log L` do not depend on it,
-    so their derivatives at fixed `top` are exact, at every order. With the maximum itself, and not
-    the log-sum-exp, under the exponential, e is as exact as s however large the scores are.
+    `top` is the row's maximum, a constant: `out = A / L` and `lse = top + log L` do not depend on
+    it, so their derivatives at fixed `top` are exact, at every order. With the maximum itself,
+    and not the log-sum-exp, under the exponential, e is as exact as s however large the scores
+    are.
     """
 
     spec: Spec
@@ -103,7 +110,8 @@ class Attend:
     def results(self) -> tuple[Kind, ...]:
         return (ROW, ROW)
 
-    def __call__(self, at: At, q, top, k, v, *shared):
+    def __call__(self, at: At, *tiles) -> list:
+        q, top, k, v, *shared = tiles
         s = scores(self.spec, at, q, k, shared)
         e = jnp.exp(s - base(top)[..., None])
         return [weighted(self.spec, at, e, v), e.sum(-1)]
@@ -134,7 +142,7 @@ class Jvp:
     def results(self) -> tuple[Kind, ...]:
         return self.fn.results
 
-    def __call__(self, at: At, *tiles):
+    def __call__(self, at: At, *tiles) -> list:
         n = len(self.nonzero)
         primals, tangents = tiles[:n], tiles[n:]
         moving = [p for p, z in zip(primals, self.nonzero, strict=True) if z]
@@ -149,8 +157,8 @@ class Jvp:
 class Transpose:
     """The transpose of `fn` in the operands where `linear`: `(*others, *cotangents) -> cotangents`.
 
-    `shapes` are the whole shapes of the linear operands without their leading dimensions: `[d]` of a row
-    or column, the full shape of a captured array.
+    `shapes` are the whole shapes of the linear operands without their leading dimensions: `[d]`
+    of a row or column, the full shape of a captured array.
     """
 
     fn: TileFn
@@ -169,7 +177,7 @@ class Transpose:
     def results(self) -> tuple[Kind, ...]:
         return tuple(k for k, z in zip(self.fn.operands, self.linear, strict=True) if z)
 
-    def __call__(self, at: At, *tiles):
+    def __call__(self, at: At, *tiles) -> list:
         known = tiles[: self.linear.count(False)]
         cotangents = list(tiles[len(known) :])
         wide = self.spec.wide
@@ -184,11 +192,10 @@ class Transpose:
 def tile_aval(kind: Kind, at: At, shape: tuple[int, ...], dtype):
     """The abstract tile of an operand whose whole shape ends in `shape`."""
     struct = lambda s: jax.ShapeDtypeStruct(s, dtype)
-    if kind == ROW:
-        return struct((at.h.shape[0], at.q.shape[0], *shape))
-    if kind == COL:
-        return struct((at.k.shape[0], *shape))
-    return tuple(struct(read.tile_shape(at)) for read in kind)
+    if not isinstance(kind, str):
+        return tuple(struct(read.tile_shape(at)) for read in kind)
+    rows = (at.h.shape[0], at.q.shape[0])
+    return struct((*(rows if kind == ROW else at.k.shape), *shape))
 
 
 def merge(where: tuple[bool, ...], yes, no) -> list:

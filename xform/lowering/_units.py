@@ -1,9 +1,9 @@
 """How the heads of a batch are laid out and scheduled: the unit of work is one key/value head.
 
-A user's rows are `[*hidden, B, T, H, ...]` and columns `[*hidden, B, S, K, ...]`, where each hidden
-dimension (one per enclosing vmap) has its full size or 1. A *unit* sees the `g = H/K` query heads that
-share one key/value head: rows `[g, T, ...]`, columns `[S, ...]`, captured arrays whole. Where the mask
-tells heads apart, every query head is a unit of its own.
+A user's rows are `[*hidden, B, T, H, ...]` and columns `[*hidden, B, S, K, ...]`, where each
+hidden dimension (one per enclosing vmap) has its full size or 1. A *unit* sees the `g = H/K`
+query heads that share one key/value head: rows `[g, T, ...]`, columns `[S, ...]`, captured arrays
+whole. Where the mask tells heads apart, every query head is a unit of its own.
 
 Units that share a block map run as one batched product; units whose block maps differ run one after
 the other, since a batched loop runs as long as its longest member and masks the rest (measured on a
@@ -18,6 +18,8 @@ from collections.abc import Callable, Sequence
 import jax
 import jax.numpy as jnp
 from jax import lax
+
+from xform.lowering._tile_fn import COL, ROW, Kind
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,11 +120,12 @@ class Units:
         """The inverse of `whole`, for a result that was summed over units."""
         return x.reshape(*x.shape[: self._hidden], *x.shape[len(self.sizes) :])
 
-    def kept(self, kind: str, hidden: Sequence[int]) -> tuple[bool, ...]:
+    def kept(self, kind: Kind, hidden: Sequence[int]) -> tuple[bool, ...]:
         """`run`'s `keep` for a result of `kind` whose hidden dimensions have these sizes."""
         lead = [n > 1 or size == 1 for n, size in zip(hidden, self.sizes, strict=False)]
-        own = {"row": (True, True, True), "col": (True, True, False)}.get(kind, (False,) * 3)
-        return (*lead, *own[: len(self.sizes) - self._hidden])
+        own: dict[Kind, tuple[bool, ...]] = {ROW: (True, True, True), COL: (True, True, False)}
+        last = own.get(kind, (False, False, False))
+        return (*lead, *last[: len(self.sizes) - self._hidden])
 
     def run(self, unit: Callable, operands: Sequence, keep: Sequence[tuple[bool, ...]]) -> list:
         """Evaluates `unit` everywhere.
@@ -146,7 +149,9 @@ def _along(unit: Callable, size: int, batch: int, keep: list[bool]) -> Callable:
         if all(x.shape[0] == 1 for x in xs):
             return [y[None] for y in unit(*(x[0] for x in xs))]
         axes = tuple(None if x.shape[0] == 1 else 0 for x in xs)
-        ys = jax.vmap(unit, in_axes=axes)(*(x[0] if a is None else x for x, a in zip(xs, axes, strict=True)))
+        ys = jax.vmap(unit, in_axes=axes)(
+            *(x[0] if a is None else x for x, a in zip(xs, axes, strict=True))
+        )
         return [y if k else y.sum(0, keepdims=True) for y, k in zip(ys, keep, strict=True)]
 
     def chunked(*xs):
@@ -160,11 +165,20 @@ def _along(unit: Callable, size: int, batch: int, keep: list[bool]) -> Callable:
 
         def step(sums, chunk):
             ys = of_chunk(chunk)
-            sums = [s + y for s, y in zip(sums, (y for y, k in zip(ys, keep, strict=True) if not k), strict=True)]
+            sums = [
+                s + y
+                for s, y in zip(
+                    sums, (y for y, k in zip(ys, keep, strict=True) if not k), strict=True
+                )
+            ]
             return sums, [y for y, k in zip(ys, keep, strict=True) if k]
 
-        shapes = jax.eval_shape(of_chunk, [c[0] for c in chunks])
-        start = [jnp.zeros(s.shape, s.dtype) for s, k in zip(shapes, keep, strict=True) if not k]
+        start = []
+        if not all(keep):
+            shapes = jax.eval_shape(of_chunk, [c[0] for c in chunks])
+            start = [
+                jnp.zeros(s.shape, s.dtype) for s, k in zip(shapes, keep, strict=True) if not k
+            ]
         sums, stacked = lax.scan(step, start, chunks)
         sums, stacked = iter(sums), iter(stacked)
         join = lambda y: y.reshape(size, *y.shape[2:])

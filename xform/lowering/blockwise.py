@@ -1,13 +1,13 @@
 """Attention tile by tile in plain XLA, for any device: O(T V) memory, live tiles only.
 
 Two programs. `attend` is the forward pass with online softmax (Milakov and Gimelshein,
-arXiv:1805.02867; tiled as in FlashAttention-2, arXiv:2307.08691, algorithm 1). `tile_sum` evaluates any
-`TileFn`, which is every derivative: where a column result is asked for (a key gradient) it walks key
-tiles outside and query tiles inside, else the other way round, and adds to each result in place and in
-a fixed order, so that a second run gives the same bits.
+arXiv:1805.02867; tiled as in FlashAttention-2, arXiv:2307.08691, algorithm 1). `tile_sum`
+evaluates any `TileFn`, which is every derivative: where a column result is asked for (a key
+gradient) it walks key tiles outside and query tiles inside, else the other way round, and adds to
+each result in place and in a fixed order, so that a second run gives the same bits.
 
-Known limits: one unit with a sparse mask uses one core for its small products; on GPUs and TPUs this
-runs at XLA's speed, not at a fused kernel's.
+Known limits: one unit with a sparse mask uses one core for its small products; on GPUs and TPUs
+this runs at XLA's speed, not at a fused kernel's.
 """
 
 from __future__ import annotations
@@ -19,11 +19,10 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from xform.lowering._spec import At, Spec
-from xform.lowering._tile_fn import COL, ROW, TileFn, base, scores, weighted
+from xform.lowering._tile_fn import COL, ROW, Kind, TileFn, base, scores, weighted
 from xform.lowering._units import Units
 
 # Scores of one step, all batched heads together: 1 MiB in float32, about one core's L2 cache.
@@ -173,12 +172,12 @@ def attend(spec: Spec, block_map: BlockMap, hidden: int, q, k, v, captures, cont
       relative to it, `[*hidden,B,T,H]`, all in the wide dtype. A row with no key: 0, -inf, 0.
     """
     units, row, col = _plan(spec, hidden, q, k, (q, k, v, *captures, *context), context, False)
-    finite, none = _all_finite((q, k, v)), jnp.arange(0)
+    finite = _all_finite((q, k, v))
 
     def unit(b, h, q, k, v, *arrays):
         captures, context = arrays[: len(spec.reads)], arrays[len(spec.reads) :]
-        at = At(b, h, none, none, context, finite=finite)
-        return _attend_unit(Grid.of(row, col, spec, at, block_map), q, k, v, captures)
+        grid = Grid.of(row, col, spec, spec.unit(b, h, context, finite), block_map)
+        return _attend_unit(grid, q, k, v, captures)
 
     operands = [
         *units.index(),
@@ -249,18 +248,24 @@ def tile_sum(fn: TileFn, block_map: BlockMap, hidden: int, outs: Sequence, opera
     )
     arrays = (*operands, *context)
     units, row, col = _plan(fn.spec, hidden, first(ROW), first(COL), arrays, context, large)
-    none = jnp.arange(0)
     finite = _all_finite(x for x, k in zip(operands, fn.operands, strict=True) if k in (ROW, COL))
-    enter = {ROW: partial(units.rows, length=row.padded), COL: partial(units.cols, length=col.padded)}
-    leave = {ROW: partial(units.user_rows, length=row.length), COL: partial(units.user_cols, length=col.length)}
+    enter: dict[Kind, Callable] = {
+        ROW: partial(units.rows, length=row.padded),
+        COL: partial(units.cols, length=col.padded),
+    }
+    leave: dict[Kind, Callable] = {
+        ROW: partial(units.user_rows, length=row.length),
+        COL: partial(units.user_cols, length=col.length),
+    }
 
     def unit(b, h, *arrays):
         arrays, context = arrays[: len(operands)], arrays[len(operands) :]
-        at = At(b, h, none, none, context, finite=finite)
-        grid = Grid.of(row, col, fn.spec, at, block_map)
+        grid = Grid.of(row, col, fn.spec, fn.spec.unit(b, h, context, finite), block_map)
         return _tile_sum_unit(fn, grid, arrays, trailing)
 
-    trailing = [o.shape[hidden + 3 * (k in (ROW, COL)) :] for k, o in zip(fn.results, outs, strict=True)]
+    trailing = [
+        o.shape[hidden + 3 * (k in (ROW, COL)) :] for k, o in zip(fn.results, outs, strict=True)
+    ]
     inputs = [enter.get(k, units.whole)(x) for x, k in zip(operands, fn.operands, strict=True)]
     keep = [units.kept(k, o.shape[:hidden]) for k, o in zip(fn.results, outs, strict=True)]
     sums = units.run(unit, [*units.index(), *inputs, *map(units.whole, context)], keep)
@@ -273,13 +278,14 @@ def tile_sum(fn: TileFn, block_map: BlockMap, hidden: int, outs: Sequence, opera
 def _tile_sum_unit(fn: TileFn, grid: Grid, arrays, trailing):
     """One unit: rows `[g,T,...]`, columns `[S,...]`, captured arrays whole; results likewise.
 
-    `outer` is the side whose results are finished tile by tile; the other side's are added to in place.
+    `outer` is the side whose results are finished tile by tile; the other side's are added to in
+    place.
     """
     wide = fn.spec.wide
     outer = COL if COL in fn.results else ROW
-    sides = {ROW: grid.row, COL: grid.col}
+    sides: dict[Kind, Side] = {ROW: grid.row, COL: grid.col}
     group = (grid.at.h.shape[0],)
-    lead = {ROW: group, COL: ()}
+    lead: dict[Kind, tuple[int, ...]] = {ROW: group, COL: ()}
 
     def evaluate(at, index):
         """Loads one tile of every operand and applies `fn`."""
@@ -302,10 +308,12 @@ def _tile_sum_unit(fn: TileFn, grid: Grid, arrays, trailing):
 
     def line(n, wholes):
         def step(masked, m, totals):
-            index = {ROW: m, COL: n} if outer == COL else {ROW: n, COL: m}
+            index: dict[Kind, jax.Array] = {ROW: m, COL: n} if outer == COL else {ROW: n, COL: m}
             at = grid.tile(index[ROW], index[COL], masked)
             values = evaluate(at, index)
-            return [add(t, v, k, at, index) for t, v, k in zip(totals, values, fn.results, strict=True)]
+            return [
+                add(t, v, k, at, index) for t, v, k in zip(totals, values, fn.results, strict=True)
+            ]
 
         totals = [
             jnp.zeros((*lead[k], sides[k].tile, *shape), wide) if k == outer else whole
@@ -348,9 +356,9 @@ def _widen(x, wide):
 
 
 def _all_finite(arrays):
-    """Whether all of `arrays` are finite: their sums are. (A maximum may lose a NaN in XLA.)
+    """Whether all of `arrays` are finite: their sums are, and a maximum may lose a NaN in XLA.
 
-    Finite numbers whose sum is not cost time, nothing else.
+    Where the numbers are finite and their sum is not, that costs time and nothing else.
     """
     total = lambda x: jnp.sum(jnp.abs(x), dtype=jnp.promote_types(x.dtype, jnp.float32))
     return jnp.isfinite(jnp.stack([total(x).astype(jnp.float32) for x in arrays])).all()

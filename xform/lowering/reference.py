@@ -1,26 +1,34 @@
 """Attention written down densely: the oracle that every lowering is held to.
 
-Nothing is shared with the other lowerings: mods are called through `jax.vmap` on whole index arrays,
-scores are T x S, derivatives are JAX's own. It runs in float64 where the inputs are, and costs O(T S)
-memory; tests use it, programs should not.
+Nothing is shared with the other lowerings: mods are called through `jax.vmap` on whole index
+arrays, scores are T x S, derivatives are JAX's own. It runs in float64 where the inputs are, and
+costs O(T S) memory; tests use it, programs should not.
 """
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 
+from xform.lowering._dropout import kept
 
-def attend(q, k, v, score_mod, mask_mod, scale):
-    """Output `[B,T,H,V]` in the dtype of q and log-sum-exp `[B,T,H]`; arguments as of `flex_attention`."""
-    (b, t, h, d), (_, s, kv, _) = q.shape, k.shape
+
+def attend(q, k, v, *, score_mod, mask_mod, scale, dropout_rate, dropout_key):
+    """Output `[B,T,H,V]` in the dtype of q and log-sum-exp `[B,T,H]`, as of `flex_attention`."""
+    (b, t, h, _), (_, s, kv, _) = q.shape, k.shape
     dtype, wide = q.dtype, jnp.promote_types(q.dtype, jnp.float32)
-    scale = d**-0.5 if scale is None else scale
     k, v = (jnp.repeat(x, h // kv, axis=2).astype(wide) for x in (k, v))
     visible = everywhere(mask_mod, b, h, t, s) if mask_mod else jnp.ones((b, h, t, s), bool)
 
     q, k, v = (x.swapaxes(1, 2) for x in (q.astype(wide), k, v))
-    scores = _product("bhtd,bhsd->bhts", q, k, jnp.isfinite(q).all(-1)[..., None] & jnp.isfinite(k).all(-1)[:, :, None])
+    scores = _product(
+        "bhtd,bhsd->bhts",
+        q,
+        k,
+        jnp.isfinite(q).all(-1)[..., None] & jnp.isfinite(k).all(-1)[:, :, None],
+    )
     scores = jnp.where(visible, scores * scale, 0)
     if score_mod:
         scores = everywhere(score_mod, b, h, t, s, scores).astype(wide)
@@ -30,7 +38,10 @@ def attend(q, k, v, score_mod, mask_mod, scale):
     total = weights.sum(-1, keepdims=True)
     safe = jnp.where(total == 0, 1, total)
     seen = jnp.einsum("bhts,bhsv->bhtv", visible.astype(wide), 1 - jnp.isfinite(v).astype(wide))
-    out = _product("bhts,bhsv->bhtv", weights / safe, v, seen == 0)
+    weights = weights / safe
+    if dropout_rate:
+        weights = weights * everywhere(partial(kept, dropout_key, dropout_rate), b, h, t, s)
+    out = _product("bhts,bhsv->bhtv", weights, v, seen == 0)
     lse = jnp.where(total == 0, -jnp.inf, jnp.log(safe) + top)[..., 0]
     return out.swapaxes(1, 2).astype(dtype), lse.swapaxes(1, 2)
 

@@ -18,6 +18,7 @@ from collections.abc import Callable, Collection, Sequence
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.core import ShapedArray
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 from jax.interpreters import partial_eval as pe
 
@@ -59,28 +60,19 @@ def take_apart(score_mod: Callable | None, mask_mod: Callable | None, wide) -> M
     Raises:
       ValueError: if a mod does not return one scalar, or a mask not a bool, or a score not a float.
     """
-    score = score_mod and _trace("score_mod", score_mod, jax.ShapeDtypeStruct((), wide))
-    mask = mask_mod and _trace("mask_mod", mask_mod)
-    reads = score.reads() if score else {}
-
-    # Masks and indices of reads see one list of arrays.
-    indices = [v for eqn in reads.values() for v in eqn.invars[1:]]
-    context = {v: score.known[v] for v in score.captured(indices)} if score else {}
-    context |= {v: mask.known[v] for v in mask.captured([mask.out])} if mask else {}
-
-    captures: dict[Var, list[tuple[Var, Read]]] = {}
-    for out, eqn in reads.items():
-        captures.setdefault(eqn.invars[0], []).append((out, _read(score, eqn, list(context))))
-    for v in score.captured([score.out], stop=reads) if score else ():
-        captures.setdefault(v, []).append((v, Read(shape=score.known[v].shape)))
-
-    loaded = [out for group in captures.values() for out, _ in group]
+    score = _trace("score_mod", score_mod, jax.ShapeDtypeStruct((), wide)) if score_mod else None
+    mask = _trace("mask_mod", mask_mod) if mask_mod else None
+    context = _context(score, mask)
+    where = list(context)
+    reads = _reads(score, where) if score else {}
     return Mods(
-        score=_pointwise(score, loaded, wide) if score else None,
-        reads=tuple(tuple(read for _, read in group) for group in captures.values()),
-        mask=_index_program(mask, [mask.out], list(context), lambda xs: xs[0]) if mask else None,
+        score=_pointwise(score, [v for group in reads.values() for v in group], wide)
+        if score
+        else None,
+        reads=tuple(tuple(group.values()) for group in reads.values()),
+        mask=_index_program(mask, [mask.out], where, lambda xs: xs[0]) if mask else None,
         mask_dims=mask.dims([mask.out]) if mask else "",
-        captures=[score.known[v] for v in captures],
+        captures=[score.known[v] for v in reads] if score else [],
         context=[lax.stop_gradient(x) for x in context.values()],
     )
 
@@ -131,7 +123,7 @@ class Traced:
                 env.update(zip(eqn.outvars, _results(eqn, *map(value, eqn.invars)), strict=True))
         return [value(v) for v in outs]
 
-    def reads(self) -> dict[Var, JaxprEqn]:
+    def gathers(self) -> dict[Var, JaxprEqn]:
         """The gathers from captured arrays whose index does not depend on the score."""
         return {
             eqn.outvars[0]: eqn
@@ -157,7 +149,7 @@ def _trace(name: str, mod: Callable, *score) -> Traced:
     eqns, depends = [], set(invars)
     for eqn in flat.eqns:
         operands = [v for v in eqn.invars if isinstance(v, Var)]
-        scalar = not operands and all(v.aval.shape == () for v in eqn.outvars)
+        scalar = not operands and all(_aval(v).shape == () for v in eqn.outvars)
         if scalar or not depends.isdisjoint(operands):
             depends.update(eqn.outvars)
             eqns.append(eqn)
@@ -171,8 +163,8 @@ def _bind(eqn: JaxprEqn, *args):
     """Runs one equation as it is; returns what its primitive does."""
     if eqn.effects:
         raise NotImplementedError(
-            f"a mod must be a pure function of its arguments: `{eqn.primitive.name}` has side effects "
-            f"(at {source_line(eqn)}). Take it out of the mod."
+            f"a mod must be a pure function of its arguments: `{eqn.primitive.name}` has side "
+            f"effects (at {source_line(eqn)}). Take it out of the mod."
         )
     return eqn.primitive.bind(*args, **eqn.primitive.get_bind_params(eqn.params))
 
@@ -197,14 +189,38 @@ _GATHERS = ("gather", "dynamic_slice")
 _PLAIN = lax.GatherDimensionNumbers((), (), ())
 
 
+def _context(score: Traced | None, mask: Traced | None) -> dict[Var, jax.Array]:
+    """What the mask and the indices of reads are computed from: one list of arrays for both."""
+    context = {}
+    if score:
+        indices = [v for eqn in score.gathers().values() for v in eqn.invars[1:]]
+        context |= {v: score.known[v] for v in score.captured(indices)}
+    if mask:
+        context |= {v: mask.known[v] for v in mask.captured([mask.out])}
+    return context
+
+
+def _reads(score: Traced, context: list[Var]) -> dict[Var, dict[Var, Read]]:
+    """For each captured array, its reads by the variable that they define."""
+    reads: dict[Var, dict[Var, Read]] = {}
+    gathers = score.gathers()
+    for out, eqn in gathers.items():
+        reads.setdefault(_var(eqn.invars[0]), {})[out] = _read(score, eqn, context)
+    for v in score.captured([score.out], stop=gathers):
+        reads.setdefault(v, {})[v] = Read(shape=score.known[v].shape)
+    return reads
+
+
 def _read(traced: Traced, eqn: JaxprEqn, context: list[Var]) -> Read:
     """The read that a `gather` or `dynamic_slice` equation makes."""
     outs = eqn.invars[1:]
     is_gather = eqn.primitive.name == "gather"
     common = {
-        "index": _index_program(traced, outs, context, (lambda xs: xs[0]) if is_gather else jnp.stack),
+        "index": _index_program(
+            traced, outs, context, (lambda xs: xs[0]) if is_gather else jnp.stack
+        ),
         "dims": traced.dims(outs).replace("b", ""),
-        "shape": eqn.outvars[0].aval.shape,
+        "shape": _aval(eqn.outvars[0]).shape,
         "slice_sizes": eqn.params["slice_sizes"],
     }
     if is_gather:
@@ -219,9 +235,11 @@ def _index_program(traced: Traced, outs: Sequence, context: list[Var], join: Cal
     """`(b, h, q, k, *context) -> join(outs)`."""
 
     def program(*args):
-        return join(traced.evaluate(outs, dict(zip([*traced.indices, *context], args, strict=True))))
+        return join(
+            traced.evaluate(outs, dict(zip([*traced.indices, *context], args, strict=True)))
+        )
 
-    return _program(program, *[_INDEX] * 4, *(_struct(v.aval) for v in context))
+    return _program(program, *[_INDEX] * 4, *(_struct(_aval(v)) for v in context))
 
 
 def _pointwise(traced: Traced, loaded: list[Var], wide) -> Jaxpr:
@@ -238,14 +256,16 @@ def _pointwise(traced: Traced, loaded: list[Var], wide) -> Jaxpr:
             if eqn.primitive.name in ("squeeze", "reshape") and eqn.invars[0] in raw:
                 raw[eqn.outvars[0]] = _bind(eqn, raw[eqn.invars[0]])
             elif eqn.primitive.name == "convert_element_type" and eqn.invars[0] in raw:
-                if eqn.outvars[0].aval.dtype == raw[eqn.invars[0]].dtype:
-                    env[eqn.outvars[0]] = raw[eqn.invars[0]]
-        env |= {v: x.astype(v.aval.dtype) for v, x in raw.items()}
+                x = raw[eqn.invars[0]]
+                env |= {eqn.outvars[0]: x} if _aval(eqn.outvars[0]).dtype == x.dtype else {}
+        env |= {v: x.astype(_aval(v).dtype) for v, x in raw.items()}
         return traced.evaluate([traced.out], env)[0].astype(wide)
 
-    struct = lambda v: jax.ShapeDtypeStruct(
-        v.aval.shape, wide if jnp.issubdtype(v.aval.dtype, jnp.floating) else v.aval.dtype
-    )
+    def struct(v: Var):
+        aval = _aval(v)
+        floating = jnp.issubdtype(aval.dtype, jnp.floating)
+        return jax.ShapeDtypeStruct(aval.shape, wide if floating else aval.dtype)
+
     return _program(program, jax.ShapeDtypeStruct((), wide), *[_INDEX] * 4, *map(struct, loaded))
 
 
@@ -253,6 +273,16 @@ def _program(f: Callable, *avals) -> Jaxpr:
     jaxpr = jax.make_jaxpr(f)(*avals)
     jaxpr, _ = pe.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)
     return intern(jaxpr)
+
+
+def _var(atom: Var | Literal) -> Var:
+    assert isinstance(atom, Var)
+    return atom
+
+
+def _aval(v: Var | Literal) -> ShapedArray:
+    assert isinstance(v.aval, ShapedArray)
+    return v.aval
 
 
 def _struct(x) -> jax.ShapeDtypeStruct:
@@ -267,5 +297,7 @@ def _check_result(name: str, mod: Callable, shape, kind) -> None:
         raise ValueError(
             f"`{name}` must return {what}, one scalar per score: "
             f"`{getattr(mod, '__name__', mod)}` returned {found}. A mod is called with scalars "
-            f"({'score, ' if kind is jnp.floating else ''}b, h, q_idx, kv_idx), not with arrays of them."
+            f"({
+                'score, ' if kind is jnp.floating else ''
+            }b, h, q_idx, kv_idx), not with arrays of them."
         )

@@ -1,22 +1,22 @@
 """What the rules of several primitives share: hidden dimensions and manual mesh axes.
 
-A *hidden dimension* is one that `vmap` added: a primitive carries it as a leading dimension of its
-operands, of full size where the operand was batched and 1 where it was not, so that nothing is copied
-and the user's mods never see it.
+A *hidden dimension* is one that `vmap` added: a primitive carries it as a leading dimension of
+its operands, of full size where the operand was batched and 1 where it was not, so that nothing
+is copied and the user's mods never see it.
 
-Inside `shard_map` every array has a type that says which mesh axes it varies over. Operands of one
-primitive are cast to one type before it is bound (the transpose of that cast is the sum over devices
-that makes the gradient of a replicated operand right), and the lowering, which communicates nothing,
-works on types without axes.
+Inside `shard_map` every array has a type that says which mesh axes it varies over. Operands of
+one primitive are cast to one type before it is bound (the transpose of that cast is the sum over
+devices that makes the gradient of a replicated operand right), and the lowering, which
+communicates nothing, works on types without axes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.core import ShapedArray
 from jax.interpreters import mlir
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -30,14 +30,14 @@ def join_axes(arrays: Sequence) -> list:
     return [lax.pcast(x, m, to="varying") if m else x for x, m in zip(arrays, missing, strict=True)]
 
 
-def result_type(shape: Sequence[int], dtype, operand: jax.core.ShapedArray) -> jax.core.ShapedArray:
+def result_type(shape: Sequence[int], dtype, operand: ShapedArray) -> ShapedArray:
     """The type of a result that varies over the mesh axes that `operand` varies over."""
     mesh = operand.sharding.mesh
     if mesh.empty:
-        return jax.core.ShapedArray(shape, dtype)
+        return ShapedArray(shape, dtype)
     axes = operand.manual_axis_type
     sharding = NamedSharding(mesh, PartitionSpec())
-    return jax.core.ShapedArray(shape, dtype, sharding=sharding, manual_axis_type=axes)
+    return ShapedArray(shape, dtype, sharding=sharding, manual_axis_type=axes)
 
 
 def lower_without_axes(impl: Callable) -> Callable:
@@ -45,7 +45,7 @@ def lower_without_axes(impl: Callable) -> Callable:
     lowered = mlir.lower_fun(impl, multiple_results=True)
 
     def rule(ctx, *args, **params):
-        strip = lambda avals: [jax.core.ShapedArray(a.shape, a.dtype) for a in avals]
+        strip = lambda avals: [ShapedArray(a.shape, a.dtype) for a in avals]
         ctx = ctx.replace(avals_in=strip(ctx.avals_in), avals_out=strip(ctx.avals_out))
         return lowered(ctx, *args, **params)
 

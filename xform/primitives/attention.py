@@ -3,19 +3,20 @@
     out = softmax(mask(score_mod(scale q k^T))) v
 
 in O(T V) memory, with exact gradients for q, k, v, sinks and everything that the mods read, under
-every JAX transform. FlexAttention (Dong et al., arXiv:2412.05496) is the model for the two mods; here
-block maps need no building and closures no rules.
+every JAX transform. FlexAttention (Dong et al., arXiv:2412.05496) is the model for the two mods;
+here block maps need no building and closures no rules.
 
 `flex_attention_p` computes the output and, of each row's scores, the maximum and the sum of the
-exponentials relative to it. Its derivative is a tile sum (`xform.primitives.tile_sum`), written down
-in `_jvp`; no order needs anything else. Log-sum-exp and sinks are ordinary JAX on these results.
+exponentials relative to it. Its derivative is a tile sum (`xform.primitives.tile_sum`), written
+down in `_jvp`; no order needs anything else. Log-sum-exp and sinks are ordinary JAX on these
+results.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, TypedDict, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -48,6 +49,27 @@ _AUX = ("lse",)
 _IMPLEMENTATIONS = (None, "blockwise", "reference")
 
 
+class _Options(TypedDict, total=False):
+    """The keyword arguments of `flex_attention` but `aux`, which decides what is returned."""
+
+    score_mod: Callable | None
+    mask_mod: Callable | None
+    scale: float | Array | None
+    sinks: Array | None
+    dropout_rate: float
+    dropout_key: Array | None
+    deterministic: bool
+    implementation: str | None
+
+
+@overload
+def flex_attention(
+    q: Array, k: Array, v: Array, *, aux: tuple[()] = ..., **options: Unpack[_Options]
+) -> Array: ...
+@overload
+def flex_attention(
+    q: Array, k: Array, v: Array, *, aux: Sequence[str], **options: Unpack[_Options]
+) -> tuple[Array, Aux]: ...
 def flex_attention(
     q: Float[Array, "B T H D"],
     k: Float[Array, "B S K D"],
@@ -57,26 +79,36 @@ def flex_attention(
     mask_mod: Callable | None = None,
     scale: float | Float[Array, ""] | None = None,
     sinks: Float[Array, " H"] | None = None,
+    dropout_rate: float = 0.0,
+    dropout_key: Array | None = None,
     aux: Sequence[str] = (),
+    deterministic: bool = True,
     implementation: str | None = None,
 ) -> Float[Array, "B T H V"] | tuple[Float[Array, "B T H V"], Aux]:
     """Returns attention of q over k and v, with the user's functions inside.
 
-    The order is `q k^T scale`, `score_mod`, `mask_mod`, softmax with sinks. A row with no key gives 0;
-    what a mask hides has no influence on values or gradients, NaN and infinity included. H is a
+    The order is `q k^T scale`, `score_mod`, `mask_mod`, softmax with sinks, dropout. A row with
+    no key gives 0; what a mask hides has no influence on values or gradients, NaN and infinity
+    included. H is a
     multiple of K: query head h reads key/value head `h // (H // K)`.
 
     Args:
       q: queries.
       k, v: keys and values, of the dtype of q.
-      score_mod: `score_mod(score, b, h, q_idx, kv_idx) -> score`, a function of scalars: the score in
+      score_mod: `score_mod(score, b, h, q_idx, kv_idx) -> score`, a function of scalars: the
+      score in
         float32 (float64 for float64 inputs) and four int32 indices. It may read arrays of its
         closure; floating ones get exact gradients.
       mask_mod: `mask_mod(b, h, q_idx, kv_idx) -> bool`, a function of scalars, or a mask object
         (`causal() & sliding_window(1024)`). Tiles that it leaves empty cost nothing.
       scale: factor on the scores; `D ** -0.5` if None.
       sinks: one logit per query head that takes part in the softmax and has no value.
+      dropout_rate: the probability, below 1, with which a weight is dropped.
+      dropout_key: a PRNG key, where the rate is not 0. A weight's fate depends on the key and its
+        own (b, h, q_idx, kv_idx), on nothing else.
       aux: further results by name: "lse".
+      deterministic: whether a second run must give the same bits; False lets a lowering add in any
+        order, if that is faster.
       implementation: "blockwise" (any device), "reference" (dense, for tests), or None to choose.
 
     Returns:
@@ -87,33 +119,45 @@ def flex_attention(
 
     >>> import jax, jax.numpy as jnp
     >>> from xform import causal, flex_attention
-    >>> q, k, v = (jax.random.normal(key, (1, 64, 4, 16)) for key in jax.random.split(jax.random.key(0), 3))
+    >>> q, k, v = jax.random.normal(jax.random.key(0), (3, 1, 64, 4, 16))
     >>> slopes = jnp.array([0.5, 0.25, 0.125, 0.0625])
     >>> alibi = lambda score, b, h, q_idx, kv_idx: score - slopes[h] * (q_idx - kv_idx)
     >>> flex_attention(q, k, v, score_mod=alibi, mask_mod=causal()).shape
     (1, 64, 4, 16)
     """
-    _check(q, k, v, sinks, aux, implementation)
-    if implementation == "reference":
-        out, lse = reference.attend(q, k, v, score_mod, mask_mod, scale)
-    else:
-        out, lse = _blockwise(q, k, v, score_mod, mask_mod, scale)
+    _check(q, k, v, sinks, dropout_rate, dropout_key, aux, implementation)
+    del deterministic  # the blockwise lowering adds in a fixed order in any case
+    attend = reference.attend if implementation == "reference" else _attend
+    out, lse = attend(
+        q, k, v, score_mod=score_mod, mask_mod=mask_mod,
+        scale=q.shape[-1] ** -0.5 if scale is None else scale,
+        dropout_rate=float(dropout_rate), dropout_key=dropout_rate and _key_data(dropout_key),
+    )  # fmt: skip
     if sinks is not None:
         out, lse = _with_sinks(out, lse, sinks)
     return (out, Aux(lse=lse if "lse" in aux else None)) if aux else out
 
 
-def _blockwise(q, k, v, score_mod, mask_mod, scale):
-    wide = jnp.promote_types(q.dtype, jnp.float32)
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    if isinstance(scale, jax.Array):  # it may be traced, and it has a gradient: a capture like others
+def _attend(q, k, v, *, score_mod, mask_mod, scale, dropout_rate, dropout_key):
+    """Output and log-sum-exp, by the primitive."""
+    if isinstance(scale, jax.Array):  # it may be traced, and has a gradient: a capture like others
         score_mod, scale = partial(_scaled, score_mod, scale), 1.0
-    mods = take_apart(score_mod, mask_mod, wide)
-    spec = Spec(float(scale), jnp.dtype(q.dtype), mods.score, mods.reads, mods.mask, mods.mask_dims)
-    args = join_axes((q, k, v, *mods.captures, *mods.context))
+    mods = take_apart(score_mod, mask_mod, jnp.promote_types(q.dtype, jnp.float32))
+    spec = Spec(
+        float(scale), jnp.dtype(q.dtype),
+        mods.score, mods.reads, mods.mask, mods.mask_dims, dropout_rate,
+    )  # fmt: skip
+    context = (*mods.context, dropout_key) if dropout_rate else mods.context
+    args = join_axes((q, k, v, *mods.captures, *context))
     out, top, total = flex_attention_p.bind(*args, spec=spec, hidden=0, dtype=spec.dtype)
     empty = total == 0
     return out, jnp.where(empty, -jnp.inf, top + jnp.log(jnp.where(empty, 1, total)))
+
+
+def _key_data(key):
+    """The two words of a PRNG key; a longer key is folded to two."""
+    words = jax.random.key_data(key).astype(jnp.uint32).reshape(-1, 2)
+    return jax.lax.reduce_xor(words, (0,))
 
 
 def _scaled(score_mod, scale, score, *index):
@@ -155,7 +199,9 @@ def _impl(*args, spec, hidden, dtype):
     q, k, v, captures, context = _split(args, spec)
     if 0 in q.shape or 0 in k.shape or 0 in v.shape:
         structs = _structs(args, spec, hidden, dtype)
-        return [jnp.full(s.shape, x, s.dtype) for s, x in zip(structs, (0, -jnp.inf, 0), strict=True)]
+        return [
+            jnp.full(s.shape, x, s.dtype) for s, x in zip(structs, (0, -jnp.inf, 0), strict=True)
+        ]
     out, *statistics = blockwise.attend(spec, block_map, hidden, q, k, v, captures, context)
     return [out.astype(dtype), *statistics]
 
@@ -163,9 +209,9 @@ def _impl(*args, spec, hidden, dtype):
 def _jvp(primals, tangents, *, spec, hidden, dtype):
     """`out = A / L` at a fixed maximum (see `Attend`), so `d out = (dA - out dL) / L`.
 
-    Transposed, with `do` the cotangent of the output, A gets `do / L` and L gets `-(out . do) / L`, the
-    "delta" of FlashAttention. The output is kept unrounded for it: at a narrow dtype its rounding
-    would be the largest error of every gradient.
+    Transposed, with `do` the cotangent of the output, A gets `do / L` and L gets `-(out . do) /
+    L`, the "delta" of FlashAttention. The output is kept unrounded for it: at a narrow dtype its
+    rounding would be the largest error of every gradient.
     """
     q, k, v, captures, context = _split(primals, spec)
     dq, dk, dv, dcaptures, _ = _split(tangents, spec)
@@ -193,16 +239,22 @@ batching.primitive_batchers[flex_attention_p] = _batch
 mlir.register_lowering(flex_attention_p, lower_without_axes(_impl))
 
 
-def _check(q, k, v, sinks, aux, implementation) -> None:
+def _check(q, k, v, sinks, dropout_rate, dropout_key, aux, implementation) -> None:
     """Raises one error that lists everything wrong with the arguments."""
     wrong = []
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.ndim != 4:
-            wrong.append(f"`{name}` has shape {x.shape}; needed are 4 dimensions, [B, length, heads, size]")
+            wrong.append(
+                f"`{name}` has shape {x.shape}; needed are 4 dimensions, [B, length, heads, size]"
+            )
         if not jnp.issubdtype(x.dtype, jnp.floating):
             wrong.append(f"`{name}` has dtype {x.dtype}; needed is a floating-point dtype")
     if not wrong:
         wrong += _misfits(q, k, v, sinks)
+    if not 0 <= dropout_rate < 1:
+        wrong.append(f"`dropout_rate` is {dropout_rate}; needed is a probability below 1")
+    if dropout_rate and dropout_key is None:
+        wrong.append(f"`dropout_rate` is {dropout_rate} and there is no `dropout_key`")
     if unknown := [name for name in aux if name not in _AUX]:
         wrong.append(f"`aux` asks for {unknown}; there is {list(_AUX)}")
     if implementation not in _IMPLEMENTATIONS:
@@ -217,9 +269,14 @@ def _misfits(q, k, v, sinks) -> list[str]:
     if not q.dtype == k.dtype == v.dtype:
         wrong.append(f"dtypes differ (q {q.dtype}, k {k.dtype}, v {v.dtype}): cast them to one")
     if k.shape != (b, s, kv, d):
-        wrong.append(f"`k` has shape {k.shape}; with q {q.shape} it needs batch {b} and head size {d}")
+        wrong.append(
+            f"`k` has shape {k.shape}; with q {q.shape} it needs batch {b} and head size {d}"
+        )
     if v.shape[:3] != (b, s, kv):
-        wrong.append(f"`v` has shape {v.shape}; with q {q.shape} and k {k.shape} it needs [{b}, {s}, {kv}, V]")
+        wrong.append(
+            f"`v` has shape {v.shape}; with q {q.shape} and k {k.shape} "
+            f"it needs [{b}, {s}, {kv}, V]"
+        )
     if kv == 0 or h % kv:
         wrong.append(f"{h} query heads are no multiple of {kv} key/value heads")
     if sinks is not None and sinks.shape != (h,):

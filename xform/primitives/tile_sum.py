@@ -1,14 +1,14 @@
 """`tile_sum_p`: sums over tiles, closed under every order of derivative.
 
-A tile sum evaluates `sum_j f(row_i, col_j, shared)` for all rows i, and the sums over i that belong to
-columns, and the sums over both that belong to shared arrays, without ever holding more than a tile of
-what is inside. Its derivative is the tile sum of f's derivative, its transpose the tile sum of f's
-transpose, with the same kinds of operands and results (row to row, column to column, shared to
-shared). So one jvp rule and one transpose rule serve reverse mode, forward mode and all their
-compositions, at fused memory.
+A tile sum evaluates `sum_j f(row_i, col_j, shared)` for all rows i, and the sums over i that
+belong to columns, and the sums over both that belong to shared arrays, without ever holding more
+than a tile of what is inside. Its derivative is the tile sum of f's derivative, its transpose the
+tile sum of f's transpose, with the same kinds of operands and results (row to row, column to
+column, shared to shared). So one jvp rule and one transpose rule serve reverse mode, forward mode
+and all their compositions, at fused memory.
 
-The functions are terms of `xform.lowering._tile_fn`; `hidden` counts the leading dimensions that vmap
-has added, in which every operand has its full size or 1.
+The functions are terms of `xform.lowering._tile_fn`; `hidden` counts the leading dimensions that
+vmap has added, in which every operand has its full size or 1.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ from xform.primitives._rules import add_hidden_dim, join_axes, lower_without_axe
 from xform.primitives.block_map import block_map
 
 
-def tile_sum(fn: TileFn, operands: Sequence, context: Sequence, *, hidden: int, outs: Sequence) -> list:
+def tile_sum(
+    fn: TileFn, operands: Sequence, context: Sequence, *, hidden: int, outs: Sequence
+) -> list:
     """Sums `fn` over all pairs of a row and a column.
 
     Args:
