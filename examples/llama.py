@@ -193,16 +193,19 @@ def flops_per_token(config: Config, T: int) -> int:
 # ---- what it is for ------------------------------------------------------------------------------
 
 
-def generate(params: dict, prompt_T, length: int, config: Config, *, key, temperature: float):
+def generate(params: dict, prompt_T, length: int, config: Config, *, window: int, key, temperature):
     """Returns `length` tokens that begin with the prompt; the rest is sampled one by one.
 
-    Each token costs a pass over the whole row. That is simple, and quick enough for one sample.
+    Each token costs a pass over the `window` of tokens before it, as long as the rows in training.
+    That is simple, and quick enough for one sample.
     """
-    row_BT = jnp.zeros((1, length), jnp.int32).at[0, : len(prompt_T)].set(prompt_T)
-    ids_BT = jnp.zeros_like(row_BT)
+    tokens_T = jnp.zeros(max(length, window), jnp.int32).at[: len(prompt_T)].set(prompt_T)
+    ids_BT = jnp.zeros((1, window), jnp.int32)
 
-    def extend(t, row_BT):
-        next_C = logits(params, row_BT, ids_BT, config)[0, t - 1] / temperature
-        return row_BT.at[0, t].set(jax.random.categorical(jax.random.fold_in(key, t), next_C))
+    def extend(t, tokens_T):
+        start = jnp.maximum(t - window, 0)
+        window_BT = jax.lax.dynamic_slice(tokens_T, [start], [window])[None]
+        next_C = logits(params, window_BT, ids_BT, config)[0, t - start - 1] / temperature
+        return tokens_T.at[t].set(jax.random.categorical(jax.random.fold_in(key, t), next_C))
 
-    return jax.lax.fori_loop(len(prompt_T), length, extend, row_BT)[0]
+    return jax.lax.fori_loop(len(prompt_T), length, extend, tokens_T)[:length]

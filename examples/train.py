@@ -175,12 +175,13 @@ def watched(config: Config, steps: Iterator[tuple[dict, float]]) -> dict:
 
 def sample(config: Config, params: dict) -> str:
     """Returns the prompt and what the model has to say after it, made on one device."""
-    generate = jax.jit(llama.generate, static_argnames=("length", "config"))
+    generate = jax.jit(llama.generate, static_argnames=("length", "config", "window"))
     tokens = generate(
         jax.device_get(params),
         encode(config.prompt),
-        length=2 * config.length,
+        length=768,
         config=config.model,
+        window=config.length,
         key=jax.random.key(config.seed),
         temperature=config.temperature,
     )

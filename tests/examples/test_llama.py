@@ -18,13 +18,12 @@ def mesh_of(dp: int, tp: int):
     return make_mesh(dp=dp, tp=tp, devices=jax.devices("cpu")[: dp * tp])
 
 
-def random_rows(*, count=8, length=16) -> Rows:
-    """Documents of 1 to 30 tokens, and rows of which 0 to 100 % of the labels are left."""
+def random_rows() -> Rows:
+    """Eight rows of documents of 1 to 30 tokens, which keep from 0 to 100 % of their labels."""
     rng = np.random.default_rng(0)
-    documents = [rng.integers(SMALL.codes, size=n) for n in rng.integers(1, 30, size=count)]
-    rows = pack(documents, length, multiple=count)
-    rows = Rows(*(x[:count] for x in rows))
-    keep = rng.random((count, length)) < np.linspace(0, 1, count)[:, None]
+    documents = [rng.integers(SMALL.codes, size=n) for n in rng.integers(1, 30, size=20)]
+    rows = Rows(*(x[:8] for x in pack(documents, length=16)))
+    keep = rng.random(rows.labels.shape) < np.linspace(0, 1, 8)[:, None]
     return rows._replace(labels=np.where(keep, rows.labels, NO_LABEL))
 
 

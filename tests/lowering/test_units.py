@@ -104,7 +104,7 @@ def test_a_schedule_changes_nothing_but_the_order(limit):
         return [x * y + z, jnp.sin(x) * y, x.sum() * z, y - z]
 
     found = jax.jit(lambda *xs: units.run(unit, xs, keep))(x, y, z)
-    every = unit(*(np.broadcast_to(a, (3, 2, 2, 5)) for a in (x, y)), z)
+    every = unit(x, np.broadcast_to(y, x.shape), z)
     every[2] = x.sum(-1, keepdims=True) * z
     for value, flags, all_units in zip(found, keep, every, strict=True):
         dropped = tuple(d for d, kept in enumerate(flags) if not kept)

@@ -198,6 +198,21 @@ def test_a_nan_that_is_seen_reaches_who_sees_it_and_nobody_else():
     assert np.isfinite(out[:, 200:, :, :3]).all()
 
 
+def test_vmap_over_no_elements_gives_none():
+    (q, k, v, _), _ = CASES["short"].inputs(jnp.float32)
+    f = lambda q: flex_attention(q, k, v, mask_mod=causal())
+    many = jax.vmap(jax.value_and_grad(lambda q: f(q).sum()))(jnp.zeros((0, *q.shape)))
+    assert many[1].shape == (0, *q.shape)
+
+
+def test_a_score_mod_may_return_a_python_number():
+    (q, k, v, _), _ = Case((1, 12, 12, 2, 2, 8, 8)).inputs(jnp.float32)
+    out = flex_attention(q, k, v, score_mod=lambda s, b, h, q_idx, kv_idx: 1.0)
+    np.testing.assert_allclose(
+        out, jnp.broadcast_to(v.mean(1, keepdims=True), out.shape), rtol=1e-5
+    )
+
+
 def test_sinks_take_part_in_the_softmax_and_have_a_gradient():
     (q, k, v, _), ct = CASES["short"].inputs(jnp.float32)
     (sinks,) = normal(jax.random.key(5), (3,))

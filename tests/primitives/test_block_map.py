@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.core import eval_jaxpr
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax.core import eval_jaxpr
 
 from xform.primitives.block_map import EMPTY, FULL, PARTIAL, block_map, density
 from xform.primitives.masks import causal, documents, prefix, sliding_window

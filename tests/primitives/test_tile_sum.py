@@ -86,10 +86,10 @@ def test_the_transpose_is_the_adjoint_in_any_operands():
     def run(operands, tangents, cts):
         sums = []
         for subset in subsets:
-            nonzero = tuple(i in subset for i in range(5))
+            derivative = Jvp(fn, tuple(i in subset for i in range(5)))
             moving = [tangents[i] for i in subset]
-            push = lambda *dx, fn=Jvp(fn, nonzero): tile_sum(
-                fn, [*operands, *dx], (), hidden=0, outs=outs
+            push = lambda *dx, derivative=derivative: tile_sum(
+                derivative, [*operands, *dx], (), hidden=0, outs=outs
             )
             back = jax.linear_transpose(push, *moving)(cts)
             sums.append((dot(cts, push(*moving)), dot(back, moving)))

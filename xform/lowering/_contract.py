@@ -78,10 +78,8 @@ def _impl(x, y, *hide, out, dtype):
         return jnp.where(visible, product(x.astype(dtype), y.astype(dtype)).reshape(shape), 0)
     heads = len(x) // visible.shape[1]
     visible = _matrix(jnp.broadcast_to(visible, (heads, *visible.shape[1:])))
-    if out == "col":  # a row that is NaN stays out of the columns that it does not see
-        x = jnp.where(visible, x, 0)
     bad = ~jnp.isfinite(y)
-    clean = product(x.astype(dtype), jnp.where(bad, 0, y).astype(dtype))
+    clean = product(jnp.where(visible, x, 0).astype(dtype), jnp.where(bad, 0, y).astype(dtype))
     poison = lambda: jnp.where(
         product(visible.astype(dtype), bad.astype(dtype)) > 0, jnp.nan, clean
     )

@@ -1,10 +1,10 @@
 """Dropout whose bits belong to a place in the attention matrix, not to a program.
 
 Each weight is kept or dropped by a hash of the key and its own (b, h, q, k): threefry-2x32 with 20
-rounds (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011, the generator of
-`jax.random`), once for the head and once for the pair. So forward, backward and jvp drop the same
-weights however the matrix is cut into tiles, and nothing is stored. It is spelled out here in integer
-arithmetic, since a kernel has no primitive for it.
+rounds (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011), the generator of
+`jax.random`, once for the head and once for the pair. So forward, backward and jvp drop the same
+weights however the matrix is cut into tiles, and nothing is stored. It is spelled out here in
+integer arithmetic, since a kernel has no primitive for it.
 """
 
 import jax.numpy as jnp

@@ -122,7 +122,7 @@ class Units:
 
     def kept(self, kind: Kind, hidden: Sequence[int]) -> tuple[bool, ...]:
         """`run`'s `keep` for a result of `kind` whose hidden dimensions have these sizes."""
-        lead = [n > 1 or size == 1 for n, size in zip(hidden, self.sizes, strict=False)]
+        lead = [n != 1 or size == 1 for n, size in zip(hidden, self.sizes, strict=False)]
         own: dict[Kind, tuple[bool, ...]] = {ROW: (True, True, True), COL: (True, True, False)}
         last = own.get(kind, (False, False, False))
         return (*lead, *last[: len(self.sizes) - self._hidden])

@@ -204,8 +204,10 @@ def _reads(score: Traced, context: list[Var]) -> dict[Var, dict[Var, Read]]:
     """For each captured array, its reads by the variable that they define."""
     reads: dict[Var, dict[Var, Read]] = {}
     gathers = score.gathers()
+    needed = score.needed([score.out], stop=gathers)
     for out, eqn in gathers.items():
-        reads.setdefault(_var(eqn.invars[0]), {})[out] = _read(score, eqn, context)
+        if out in needed:  # and not only behind the index of another
+            reads.setdefault(_var(eqn.invars[0]), {})[out] = _read(score, eqn, context)
     for v in score.captured([score.out], stop=gathers):
         reads.setdefault(v, {})[v] = Read(shape=score.known[v].shape)
     return reads
@@ -259,7 +261,7 @@ def _pointwise(traced: Traced, loaded: list[Var], wide) -> Jaxpr:
                 x = raw[eqn.invars[0]]
                 env |= {eqn.outvars[0]: x} if _aval(eqn.outvars[0]).dtype == x.dtype else {}
         env |= {v: x.astype(_aval(v).dtype) for v, x in raw.items()}
-        return traced.evaluate([traced.out], env)[0].astype(wide)
+        return jnp.asarray(traced.evaluate([traced.out], env)[0]).astype(wide)
 
     def struct(v: Var):
         aval = _aval(v)

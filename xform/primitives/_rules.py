@@ -52,6 +52,12 @@ def lower_without_axes(impl: Callable) -> Callable:
     return rule
 
 
+def hidden_sizes(arrays: Sequence, hidden: int) -> tuple[int, ...]:
+    """The sizes of the hidden dimensions: what any array has there that is not 1."""
+    sizes = ({x.shape[d] for x in arrays} - {1} for d in range(hidden))
+    return tuple(size.pop() if size else 1 for size in sizes)
+
+
 def add_hidden_dim(args: Sequence, dims: Sequence) -> tuple[list, int]:
     """Operands with one more leading dimension, of size 1 where not batched, and its full size."""
     size = next(x.shape[d] for x, d in zip(args, dims, strict=True) if d is not None)

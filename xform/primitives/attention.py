@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
+from jax.typing import ArrayLike
 from jaxtyping import Array, Float
 
 from xform._compat import apply_primitive
@@ -29,7 +30,13 @@ from xform.lowering import blockwise, reference
 from xform.lowering._spec import Spec
 from xform.lowering._tile_fn import Attend, Jvp
 from xform.primitives._mods import take_apart
-from xform.primitives._rules import add_hidden_dim, join_axes, lower_without_axes, result_type
+from xform.primitives._rules import (
+    add_hidden_dim,
+    hidden_sizes,
+    join_axes,
+    lower_without_axes,
+    result_type,
+)
 from xform.primitives.block_map import block_map
 from xform.primitives.tile_sum import tile_sum
 
@@ -54,7 +61,7 @@ class _Options(TypedDict, total=False):
 
     score_mod: Callable | None
     mask_mod: Callable | None
-    scale: float | Array | None
+    scale: ArrayLike | None
     sinks: Array | None
     dropout_rate: float
     dropout_key: Array | None
@@ -77,7 +84,7 @@ def flex_attention(
     *,
     score_mod: Callable | None = None,
     mask_mod: Callable | None = None,
-    scale: float | Float[Array, ""] | None = None,
+    scale: ArrayLike | None = None,
     sinks: Float[Array, " H"] | None = None,
     dropout_rate: float = 0.0,
     dropout_key: Array | None = None,
@@ -185,8 +192,7 @@ def _split(args: Sequence, spec: Spec):
 def _structs(args, spec: Spec, hidden: int, dtype):
     """Shapes and dtypes of the output, the maximum and the sum of each row."""
     q, v = args[0], args[2]
-    lead = tuple(max(x.shape[d] for x in args) for d in range(hidden))
-    rows = (*lead, *q.shape[hidden:-1])
+    rows = (*hidden_sizes(args, hidden), *q.shape[hidden:-1])
     statistic = jax.ShapeDtypeStruct(rows, spec.wide)
     return [jax.ShapeDtypeStruct((*rows, v.shape[-1]), dtype), statistic, statistic]
 
@@ -197,7 +203,7 @@ def _abstract(*args, spec, hidden, dtype):
 
 def _impl(*args, spec, hidden, dtype):
     q, k, v, captures, context = _split(args, spec)
-    if 0 in q.shape or 0 in k.shape or 0 in v.shape:
+    if 0 in (*q.shape, *k.shape, *v.shape, *hidden_sizes(args, hidden)):
         structs = _structs(args, spec, hidden, dtype)
         return [
             jnp.full(s.shape, x, s.dtype) for s, x in zip(structs, (0, -jnp.inf, 0), strict=True)

@@ -24,7 +24,13 @@ from jax.interpreters import ad, batching, mlir
 from xform._compat import apply_primitive
 from xform.lowering import blockwise
 from xform.lowering._tile_fn import COL, ROW, Jvp, TileFn, Transpose, merge
-from xform.primitives._rules import add_hidden_dim, join_axes, lower_without_axes, result_type
+from xform.primitives._rules import (
+    add_hidden_dim,
+    hidden_sizes,
+    join_axes,
+    lower_without_axes,
+    result_type,
+)
 from xform.primitives.block_map import block_map
 
 
@@ -67,7 +73,8 @@ def _abstract(*args, fn, hidden, outs):
 def _impl(*args, fn, hidden, outs):
     operands, context = _split(args, fn)
     structs = [jax.ShapeDtypeStruct(*out) for out in outs]
-    if any(0 in x.shape for x, k in zip(operands, fn.operands, strict=True) if k in (ROW, COL)):
+    sides = [x for x, kind in zip(operands, fn.operands, strict=True) if kind in (ROW, COL)]
+    if 0 in hidden_sizes(args, hidden) or any(0 in x.shape for x in sides):
         return [jnp.zeros(s.shape, s.dtype) for s in structs]
     return blockwise.tile_sum(fn, block_map, hidden, structs, operands, context)
 
