@@ -2,7 +2,6 @@ from functools import cache, partial
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
@@ -130,10 +129,13 @@ def test_flops_are_those_of_the_traced_products():
     assert llama.flops_per_token(config, length) == 3 * (2 * weights + attention)
 
 
-def test_generation_keeps_the_prompt_and_follows_the_model_when_cold():
+def test_generation_keeps_the_prompt_and_follows_the_window_when_cold():
     params = random_params()
-    prompt = np.array([3, 1, 4, 1, 5])
-    tokens = llama.generate(params, prompt, 12, SMALL, key=jax.random.key(0), temperature=1e-4)
+    prompt, window, cold = np.array([3, 1, 4, 1, 5]), 7, 1e-4
+    options = {"window": window, "temperature": cold, "key": jax.random.key(0)}
+    tokens = np.asarray(llama.generate(params, prompt, 12, SMALL, **options))
     np.testing.assert_array_equal(tokens[:5], prompt)
-    logits = llama.logits(params, tokens[None], jnp.zeros((1, 12), jnp.int32), SMALL)[0]
-    np.testing.assert_array_equal(tokens[5:], jnp.argmax(logits[4:-1], -1))
+    for t in range(5, 12):
+        seen = tokens[None, max(0, t - window) : t]
+        logits = llama.logits(params, seen, np.zeros_like(seen), SMALL)
+        assert tokens[t] == np.argmax(logits[0, -1]), t

@@ -60,7 +60,9 @@ def test_validation_is_the_mean_over_all_labels():
     assert labels == sum(len(d) - 1 for d in documents) == (rows.labels != NO_LABEL).sum()
     mesh = mesh_of(4, 2)
     placed = jax.device_put(params, train.shardings(mesh, llama.SPECS))
-    assert train.evaluate(TINY, mesh, placed, documents) == pytest.approx(total / labels, rel=1e-6)
+    assert train.evaluate(TINY, mesh, placed, documents) == pytest.approx(
+        float(total / labels), rel=1e-6
+    )
 
 
 def test_the_library_is_split_by_file():

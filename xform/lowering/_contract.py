@@ -93,7 +93,12 @@ def _matrix(x):
 
 def _product(x, y, *, out: Role):
     """One matrix product, accumulated in float32 or wider."""
-    contracting = tuple(_DIMS[role].index(_SUMMED[out]) for role in _OPERANDS[out])
+    contracting = [_DIMS[role].index(_SUMMED[out]) for role in _OPERANDS[out]]
+    if out == "col":
+        # XLA's fast CPU product wants the sum along rows of x: a copied transpose is cheaper.
+        copied = lambda x: lax.optimization_barrier(x.T)
+        x = lax.platform_dependent(x, cpu=copied, default=jnp.transpose)
+        contracting[0] = 1
     return lax.dot_general(
         x, y, ((contracting[:1], contracting[1:]), ((), ())),
         # Float32 stays float32 on GPUs and TPUs; narrower types have one precision.
