@@ -193,19 +193,17 @@ def flops_per_token(config: Config, T: int) -> int:
 # ---- what it is for ------------------------------------------------------------------------------
 
 
-def generate(params: dict, prompt_T, length: int, config: Config, *, window: int, key, temperature):
-    """Returns `length` tokens that begin with the prompt; the rest is sampled one by one.
+def generate(params: dict, prompt_T, config: Config, *, rows: int, length: int, key, temperature):
+    """Returns rows of `length` tokens, which begin with the prompt and go on each in its own way.
 
-    Each token costs a pass over the `window` of tokens before it, as long as the rows in training.
-    That is simple, and quick enough for one sample.
+    Every token costs a pass over whole rows. That is simple, and quick enough for a look.
     """
-    tokens_T = jnp.zeros(max(length, window), jnp.int32).at[: len(prompt_T)].set(prompt_T)
-    ids_BT = jnp.zeros((1, window), jnp.int32)
+    tokens_BT = jnp.zeros((rows, length), jnp.int32).at[:, : len(prompt_T)].set(prompt_T)
+    ids_BT = jnp.zeros_like(tokens_BT)
 
-    def extend(t, tokens_T):
-        start = jnp.maximum(t - window, 0)
-        window_BT = jax.lax.dynamic_slice(tokens_T, [start], [window])[None]
-        next_C = logits(params, window_BT, ids_BT, config)[0, t - start - 1] / temperature
-        return tokens_T.at[t].set(jax.random.categorical(jax.random.fold_in(key, t), next_C))
+    def extend(t, tokens_BT):
+        next_BC = logits(params, tokens_BT, ids_BT, config)[:, t - 1] / temperature
+        chosen_B = jax.random.categorical(jax.random.fold_in(key, t), next_BC)
+        return tokens_BT.at[:, t].set(chosen_B)
 
-    return jax.lax.fori_loop(len(prompt_T), length, extend, tokens_T)[:length]
+    return jax.lax.fori_loop(len(prompt_T), length, extend, tokens_BT)

@@ -47,7 +47,7 @@ class Config:
     """Devices along the data axis; by default all that `tp` leaves."""
     tp: int | None = None
     """Devices along the tensor axis; by default 2 where their number is even."""
-    prompt: str = "import os\nimport sys\n\n\nclass "
+    prompt: str = "import os\nimport sys\n\n\nclass Stack:\n    def "
     temperature: float = 0.5
 
 
@@ -173,26 +173,32 @@ def watched(config: Config, steps: Iterator[tuple[dict, float]]) -> dict:
     return params
 
 
-def sample(config: Config, params: dict) -> str:
-    """Returns the prompt and what the model has to say after it, made on one device."""
-    generate = jax.jit(llama.generate, static_argnames=("length", "config", "window"))
+def sample(config: Config, params: dict, rows: int = 6) -> list[str]:
+    """Returns a few continuations of the prompt, made on one device."""
+    prompt = encode(config.prompt)
+    generate = jax.jit(llama.generate, static_argnames=("config", "rows", "length"))
     tokens = generate(
         jax.device_get(params),
-        encode(config.prompt),
-        length=768,
-        config=config.model,
-        window=config.length,
+        prompt,
+        config.model,
+        rows=rows,
+        length=config.length,
         key=jax.random.key(config.seed),
         temperature=config.temperature,
     )
-    return decode(np.asarray(tokens))
+    return [decode(row[len(prompt) :]) for row in np.asarray(tokens)]
 
 
 def is_python(line: str) -> bool:
-    """Says whether Python's tokenizer accepts the line by itself."""
+    """Says whether Python's tokenizer accepts the line, as far as it goes.
+
+    A line may open a docstring or a bracket that a later one closes, as 6 % of the library's do.
+    """
     try:
         list(tokenize.generate_tokens(io.StringIO(line.strip()).readline))
-    except (tokenize.TokenError, SyntaxError):
+    except tokenize.TokenError as error:
+        return "EOF in multi-line" in str(error)
+    except SyntaxError:
         return False
     return True
 
@@ -212,9 +218,10 @@ def main(config: Config) -> None:
     loss = evaluate(config, mesh, params, held_out)
     print(f"validation loss: {loss:.3f} nats per byte, on {len(held_out)} files held out\n")
 
-    text = sample(config, params)
-    lines = [line for line in text.splitlines() if line.strip()][2:12]
-    print(text)
+    texts = sample(config, params)
+    print(config.prompt + "\n--------\n".join(texts))
+    # The first line of a text completes the prompt's, and the last one is cut off.
+    lines = [line for text in texts for line in text.splitlines()[1:-1] if line.strip()][:10]
     print(f"\n{sum(map(is_python, lines))} of {len(lines)} lines pass `tokenize`")
 
 

@@ -2,6 +2,7 @@ from functools import cache, partial
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
@@ -51,7 +52,7 @@ def test_init_is_bitwise_the_same_on_every_mesh():
         init = jax.jit(llama.init, static_argnums=0, out_shardings=placed)
         return init(SMALL, jax.random.key(3))
 
-    one, *others = map(init_on, [(1, 1), (4, 2), (2, 4)])
+    one, *others = map(init_on, [(1, 1), (4, 2)])
     for params in others:
         jax.tree.map(np.testing.assert_array_equal, params, one)
 
@@ -67,7 +68,7 @@ def one_device() -> tuple:
     return jax.jit(jax.value_and_grad(mean))(random_params())
 
 
-@pytest.mark.parametrize("layout", [(8, 1), (4, 2), (2, 4)], ids="dp{0[0]}×tp{0[1]}".format)
+@pytest.mark.parametrize("layout", [(4, 2), (2, 4)], ids="dp{0[0]}×tp{0[1]}".format)
 def test_loss_and_every_gradient_equal_those_of_one_device(one_device, layout):
     train = pytest.importorskip("train", exc_type=ImportError)
     rows = random_rows()
@@ -129,13 +130,12 @@ def test_flops_are_those_of_the_traced_products():
     assert llama.flops_per_token(config, length) == 3 * (2 * weights + attention)
 
 
-def test_generation_keeps_the_prompt_and_follows_the_window_when_cold():
-    params = random_params()
-    prompt, window, cold = np.array([3, 1, 4, 1, 5]), 7, 1e-4
-    options = {"window": window, "temperature": cold, "key": jax.random.key(0)}
-    tokens = np.asarray(llama.generate(params, prompt, 12, SMALL, **options))
-    np.testing.assert_array_equal(tokens[:5], prompt)
-    for t in range(5, 12):
-        seen = tokens[None, max(0, t - window) : t]
-        logits = llama.logits(params, seen, np.zeros_like(seen), SMALL)
-        assert tokens[t] == np.argmax(logits[0, -1]), t
+def test_generation_keeps_the_prompt_and_follows_the_model_when_cold():
+    params, prompt = random_params(), np.array([3, 1, 4, 1, 5])
+    generate = partial(llama.generate, params, prompt, SMALL, length=12, key=jax.random.key(0))
+    tokens = generate(rows=2, temperature=1e-4)
+    np.testing.assert_array_equal(tokens[:, :5], [prompt, prompt])
+    logits = jax.jit(partial(llama.logits, config=SMALL))(params, tokens, jnp.zeros_like(tokens))
+    np.testing.assert_array_equal(tokens[:, 5:], jnp.argmax(logits[:, 4:-1], -1))
+    warm = generate(rows=2, temperature=1.0)
+    assert (warm[0] != warm[1]).any()

@@ -56,13 +56,12 @@ def test_validation_is_the_mean_over_all_labels():
     documents = some_documents()[:5]
     params = llama.init(TINY.model, jax.random.key(0))
     rows = pack(documents, TINY.length)
-    total, labels = llama.loss(params, rows, TINY.model)
+    total, labels = jax.jit(llama.loss, static_argnums=2)(params, rows, TINY.model)
     assert labels == sum(len(d) - 1 for d in documents) == (rows.labels != NO_LABEL).sum()
     mesh = mesh_of(4, 2)
     placed = jax.device_put(params, train.shardings(mesh, llama.SPECS))
-    assert train.evaluate(TINY, mesh, placed, documents) == pytest.approx(
-        float(total / labels), rel=1e-6
-    )
+    found = train.evaluate(TINY, mesh, placed, documents)
+    assert found == pytest.approx(float(total / labels), rel=1e-6)
 
 
 def test_the_library_is_split_by_file():
@@ -87,7 +86,10 @@ def test_a_model_that_does_not_divide_is_refused():
         ("def f(x):", True),
         ("# it's fine", True),
         ("print('a", False),
-        ("f(x", False),
+        ("f(x", True),
+        ('    """Return x', True),
+        ("f('x", False),
+        ("x = 0b12", False),
     ],
 )
 def test_lines_are_judged_by_the_tokenizer(line, passes):

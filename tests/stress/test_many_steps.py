@@ -18,7 +18,7 @@ sys.path[:0] = [{root!r}, {root!r} + "/examples"]
 from xform.sharding import cpu_devices
 cpu_devices(8)
 import llama, numpy as np, train
-model = llama.Config(layers=2, width=16, heads=4, kv_heads=2, head_size=4, hidden=16)
+model = llama.Config(layers=1, width=16, heads=4, kv_heads=2, head_size=4, hidden=16)
 config = train.Config(model=model, steps={steps}, batch=4, length=8, dp=4, tp=2)
 rows = train.pack([np.random.default_rng(0).integers(256, size=999)], config.length)
 losses = [loss for _, loss in train.training(config, train.mesh_for(config), rows)]
@@ -33,7 +33,7 @@ def test_many_small_steps_beside_two_busy_processes(steps):
     try:
         code = LOOP.format(root=str(ROOT), steps=steps)
         done = subprocess.run(
-            [sys.executable, "-c", code], capture_output=True, text=True, timeout=300
+            [sys.executable, "-c", code], capture_output=True, text=True, timeout=600
         )
     finally:
         for process in busy:
