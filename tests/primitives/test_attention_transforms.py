@@ -235,6 +235,7 @@ def test_a_scan_over_layers_with_a_window_each():
     assert_close(found, true)
 
 
+@pytest.mark.slow
 def test_map_cond_and_while_loops():
     def program(attention):
         def some(x, flip):

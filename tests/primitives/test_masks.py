@@ -101,6 +101,12 @@ def test_other_dimensions_are_refused():
         prefix(IDS)(0, 0, 0, 0)
 
 
+@pytest.mark.usefixtures("unchecked")
 def test_only_functions_combine():
     with pytest.raises(TypeError, match="not with ndarray: wrap an array"):
         causal().__and__(IDS)  # pyright: ignore[reportArgumentType]
+
+
+def test_a_mask_has_no_truth_value():
+    with pytest.raises(TypeError, match=r"causal\(\) is neither true nor false: .* with `&`"):
+        bool(causal() and sliding_window(3))

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from xform.jaxpr import trace, walk
+from xform.jaxpr import rewrite, trace, walk
 from xform.primitives._mods import take_apart
 from xform.primitives.attention import flex_attention
 from xform.primitives.masks import causal
@@ -306,3 +306,18 @@ def test_what_only_an_index_reads_is_no_operand_of_the_score():
     mods = take_apart(lambda s, b, h, q, k: s + heads[ids[q]], None, jnp.dtype("float32"))
     assert [x.shape for x in mods.captures] == [(2,)]
     assert [x.shape for x in mods.context] == [(12,)]
+
+
+def test_the_walker_sees_and_rewrites_what_is_inside():
+    q = jax.random.normal(jax.random.key(0), (1, 12, 2, 8))
+    attend = lambda wave: (
+        lambda q: flex_attention(
+            q, q, q, score_mod=lambda s, b, h, i, j: wave(s), mask_mod=causal()
+        ).sum()
+    )
+    names = [site.eqn.primitive.name for site in walk(trace(attend(jnp.sin), q))]
+    assert names.count("sin") == 1
+    rewritten = rewrite(attend(jnp.sin), {"sin": lambda x, **_: jnp.cos(x)})
+    for transform in (lambda f: f, jax.grad, lambda f: jax.jit(jax.grad(f))):
+        found, wanted = transform(rewritten)(q), transform(attend(jnp.cos))(q)
+        np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)

@@ -100,6 +100,7 @@ def test_the_transpose_is_the_adjoint_in_any_operands():
         np.testing.assert_allclose(left, right, rtol=1e-11)
 
 
+@pytest.mark.slow
 def test_a_hidden_dimension_of_one_is_shared_and_its_gradient_a_sum():
     fn, operands, outs = problem((1,))
     operands[0] = jnp.concatenate([operands[0], 2 * operands[0], -operands[0]])

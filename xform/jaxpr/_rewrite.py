@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Callable, Sequence
+from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 import jax
@@ -124,6 +125,11 @@ class _Rewriter:
         match value:
             case Jaxpr():
                 return self.body(value)
+            case _ if is_dataclass(value) and not isinstance(value, type):
+                parts = {f.name: getattr(value, f.name) for f in fields(value)}
+                new = {name: self._bodies(part) for name, part in parts.items()}
+                same = all(new[name] is part for name, part in parts.items())
+                return value if same else replace(value, **new)
             case tuple() if hasattr(value, "_fields"):
                 return type(value)(*map(self._bodies, value))
             case tuple() | list():

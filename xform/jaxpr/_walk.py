@@ -1,7 +1,7 @@
 """Look at a program: every equation, at every depth, with the line that made it."""
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +107,9 @@ def _labelled(value: Any, label: str) -> Iterator[tuple[str, Jaxpr]]:
             yield label, value
         case jax.stages.Traced():
             yield label, value.jaxpr
+        case _ if is_dataclass(value) and not isinstance(value, type):
+            for field in fields(value):
+                yield from _labelled(getattr(value, field.name), f"{label}.{field.name}")
         case tuple() | list():
             for key, item in zip(getattr(value, "_fields", range(len(value))), value, strict=True):
                 yield from _labelled(item, f"{label}[{key}]")

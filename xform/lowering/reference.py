@@ -20,7 +20,9 @@ def attend(q, k, v, *, score_mod, mask_mod, scale, dropout_rate, dropout_key):
     (b, t, h, _), (_, s, kv, _) = q.shape, k.shape
     dtype, wide = q.dtype, jnp.promote_types(q.dtype, jnp.float32)
     k, v = (jnp.repeat(x, h // kv, axis=2).astype(wide) for x in (k, v))
-    visible = everywhere(mask_mod, b, h, t, s) if mask_mod else jnp.ones((b, h, t, s), bool)
+    visible = jnp.ones((b, h, t, s), bool)
+    if mask_mod is not None:
+        visible = everywhere(mask_mod, b, h, t, s)
 
     q, k, v = (x.swapaxes(1, 2) for x in (q.astype(wide), k, v))
     scores = _product(
@@ -30,7 +32,7 @@ def attend(q, k, v, *, score_mod, mask_mod, scale, dropout_rate, dropout_key):
         jnp.isfinite(q).all(-1)[..., None] & jnp.isfinite(k).all(-1)[:, :, None],
     )
     scores = jnp.where(visible, scores * scale, 0)
-    if score_mod:
+    if score_mod is not None:
         scores = everywhere(score_mod, b, h, t, s, scores).astype(wide)
     scores = jnp.where(visible, scores, -jnp.inf)
     top = jax.lax.stop_gradient(scores.max(-1, keepdims=True, initial=-jnp.inf))

@@ -60,8 +60,9 @@ def take_apart(score_mod: Callable | None, mask_mod: Callable | None, wide) -> M
     Raises:
       ValueError: if a mod does not return one scalar, or a mask not a bool, or a score not a float.
     """
-    score = _trace("score_mod", score_mod, jax.ShapeDtypeStruct((), wide)) if score_mod else None
-    mask = _trace("mask_mod", mask_mod) if mask_mod else None
+    struct = jax.ShapeDtypeStruct((), wide)
+    score = None if score_mod is None else _trace("score_mod", score_mod, struct)
+    mask = None if mask_mod is None else _trace("mask_mod", mask_mod)
     context = _context(score, mask)
     where = list(context)
     reads = _reads(score, where) if score else {}

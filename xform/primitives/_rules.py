@@ -30,12 +30,23 @@ def join_axes(arrays: Sequence) -> list:
     return [lax.pcast(x, m, to="varying") if m else x for x, m in zip(arrays, missing, strict=True)]
 
 
-def result_type(shape: Sequence[int], dtype, operand: ShapedArray) -> ShapedArray:
-    """The type of a result that varies over the mesh axes that `operand` varies over."""
-    mesh = operand.sharding.mesh
+def result_type(shape: Sequence[int], dtype, *operands: ShapedArray) -> ShapedArray:
+    """The type of a result that varies over the mesh axes that the operands vary over.
+
+    Raises:
+      NotImplementedError: if an explicit mesh axis splits an operand.
+    """
+    if split := [x for x in operands if any(axis is not None for axis in x.sharding.spec)]:
+        found = ", ".join(f"{x.dtype}{list(x.shape)} over {x.sharding.spec}" for x in split)
+        raise NotImplementedError(
+            f"attention got arrays that a mesh splits by their type: {found}. Call it inside "
+            "`jax.shard_map`, where each device attends with its own rows of the batch and its own "
+            "heads."
+        )
+    mesh = operands[0].sharding.mesh
     if mesh.empty:
         return ShapedArray(shape, dtype)
-    axes = operand.manual_axis_type
+    axes = operands[0].manual_axis_type
     sharding = NamedSharding(mesh, PartitionSpec())
     return ShapedArray(shape, dtype, sharding=sharding, manual_axis_type=axes)
 

@@ -14,6 +14,7 @@ results.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple, TypedDict, Unpack, overload
@@ -27,8 +28,9 @@ from jaxtyping import Array, Float
 
 from xform._compat import apply_primitive
 from xform.lowering import blockwise, reference
+from xform.lowering._dropout import threefry
 from xform.lowering._spec import Spec
-from xform.lowering._tile_fn import Attend, Jvp
+from xform.lowering._tile_fn import Attend, Jvp, base
 from xform.primitives._mods import take_apart
 from xform.primitives._rules import (
     add_hidden_dim,
@@ -113,7 +115,7 @@ def flex_attention(
       dropout_rate: the probability, below 1, with which a weight is dropped.
       dropout_key: a PRNG key, where the rate is not 0. A weight's fate depends on the key and its
         own (b, h, q_idx, kv_idx), on nothing else.
-      aux: further results by name: "lse".
+      aux: names of further results, a tuple of "lse".
       deterministic: whether a second run must give the same bits; False lets a lowering add in any
         order, if that is faster.
       implementation: "blockwise" (any device), "reference" (dense, for tests), or None to choose.
@@ -132,7 +134,9 @@ def flex_attention(
     >>> flex_attention(q, k, v, score_mod=alibi, mask_mod=causal()).shape
     (1, 64, 4, 16)
     """
+    aux = (aux,) if isinstance(aux, str) else aux
     _check(q, k, v, sinks, dropout_rate, dropout_key, aux, implementation)
+    _check_mods(score_mod, mask_mod, scale)
     del deterministic  # the blockwise lowering adds in a fixed order in any case
     attend = reference.attend if implementation == "reference" else _attend
     out, lse = attend(
@@ -157,14 +161,14 @@ def _attend(q, k, v, *, score_mod, mask_mod, scale, dropout_rate, dropout_key):
     context = (*mods.context, dropout_key) if dropout_rate else mods.context
     args = join_axes((q, k, v, *mods.captures, *context))
     out, top, total = flex_attention_p.bind(*args, spec=spec, hidden=0, dtype=spec.dtype)
-    empty = total == 0
-    return out, jnp.where(empty, -jnp.inf, top + jnp.log(jnp.where(empty, 1, total)))
+    return out, _log_sum(top, total)
 
 
 def _key_data(key):
-    """The two words of a PRNG key; a longer key is folded to two."""
-    words = jax.random.key_data(key).astype(jnp.uint32).reshape(-1, 2)
-    return jax.lax.reduce_xor(words, (0,))
+    """The two words of a PRNG key; those of a longer key are hashed to two."""
+    words = jax.random.key_data(key).astype(jnp.uint32)
+    pairs = [(words[i], words[i + 1]) for i in range(0, words.size, 2)]
+    return jnp.stack(functools.reduce(threefry, pairs))
 
 
 def _scaled(score_mod, scale, score, *index):
@@ -174,9 +178,18 @@ def _scaled(score_mod, scale, score, *index):
 
 def _with_sinks(out, lse, sinks):
     """Adds one logit without a value to every row's softmax."""
-    total = jnp.logaddexp(lse, sinks.astype(lse.dtype)[None, None])
-    share = jnp.exp(lse - jnp.where(jnp.isneginf(total), 0, total))
-    return (out * share[..., None]).astype(out.dtype), total
+    sinks = jnp.broadcast_to(sinks.astype(lse.dtype), lse.shape)
+    top = base(jax.lax.stop_gradient(jnp.maximum(lse, sinks)))
+    keys = jnp.exp(lse - top)
+    total = keys + jnp.exp(sinks - top)
+    out = (out * (keys * blockwise.inverse(total))[..., None]).astype(out.dtype)
+    return out, _log_sum(top, total)
+
+
+def _log_sum(top, total):
+    """`top + log(total)`, and minus infinity, with no gradient, for a sum over nothing."""
+    empty = total == 0
+    return jnp.where(empty, -jnp.inf, top + jnp.log(jnp.where(empty, 1, total)))
 
 
 flex_attention_p = Primitive("flex_attention")
@@ -198,7 +211,7 @@ def _structs(args, spec: Spec, hidden: int, dtype):
 
 
 def _abstract(*args, spec, hidden, dtype):
-    return [result_type(s.shape, s.dtype, args[0]) for s in _structs(args, spec, hidden, dtype)]
+    return [result_type(s.shape, s.dtype, *args) for s in _structs(args, spec, hidden, dtype)]
 
 
 def _impl(*args, spec, hidden, dtype):
@@ -261,12 +274,27 @@ def _check(q, k, v, sinks, dropout_rate, dropout_key, aux, implementation) -> No
         wrong.append(f"`dropout_rate` is {dropout_rate}; needed is a probability below 1")
     if dropout_rate and dropout_key is None:
         wrong.append(f"`dropout_rate` is {dropout_rate} and there is no `dropout_key`")
+    if dropout_key is not None and jax.random.key_data(dropout_key).ndim != 1:
+        wrong.append(f"`dropout_key` has shape {dropout_key.shape}; needed is one key")
     if unknown := [name for name in aux if name not in _AUX]:
         wrong.append(f"`aux` asks for {unknown}; there is {list(_AUX)}")
     if implementation not in _IMPLEMENTATIONS:
         wrong.append(f"`implementation` is {implementation!r}; there is {list(_IMPLEMENTATIONS)}")
     if wrong:
         raise ValueError("flex_attention: " + "; ".join(wrong) + ".")
+
+
+def _check_mods(score_mod, mask_mod, scale) -> None:
+    for name, mod in (("score_mod", score_mod), ("mask_mod", mask_mod)):
+        if isinstance(mod, type):
+            raise TypeError(f"`{name}` is the class `{mod.__name__}`: call it, `{mod.__name__}()`.")
+        if mod is not None and not callable(mod):
+            raise TypeError(
+                f"`{name}` must be a function of scalars, found {type(mod).__name__}. Of an array, "
+                "make one: `lambda b, h, q_idx, kv_idx: array[q_idx, kv_idx]`."
+            )
+    if scale is not None and jnp.shape(scale):
+        raise ValueError(f"`scale` must be a scalar, found shape {jnp.shape(scale)}.")
 
 
 def _misfits(q, k, v, sinks) -> list[str]:

@@ -54,6 +54,12 @@ class Mask:
     def __invert__(self) -> "Mask":
         return _not(self)
 
+    def __bool__(self) -> bool:
+        raise TypeError(
+            f"{self!r} is neither true nor false: combine masks with `&`, `|` and `~`, not with "
+            "`and`, `or` and `not`."
+        )
+
     def __repr__(self) -> str:
         shown = map(self._show, fields(self))  # pyright: ignore[reportArgumentType]
         return f"{type(self).__name__}({', '.join(filter(None, shown))})"

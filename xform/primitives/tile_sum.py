@@ -67,7 +67,7 @@ def _split(args: Sequence, fn: TileFn) -> tuple[Sequence, Sequence]:
 
 def _abstract(*args, fn, hidden, outs):
     del fn, hidden
-    return [result_type(shape, dtype, args[0]) for shape, dtype in outs]
+    return [result_type(shape, dtype, *args) for shape, dtype in outs]
 
 
 def _impl(*args, fn, hidden, outs):
