@@ -96,18 +96,16 @@ def flex_attention(
 ) -> Float[Array, "B T H V"] | tuple[Float[Array, "B T H V"], Aux]:
     """Returns attention of q over k and v, with the user's functions inside.
 
-    The order is `q k^T scale`, `score_mod`, `mask_mod`, softmax with sinks, dropout. A row with
-    no key gives 0; what a mask hides has no influence on values or gradients, NaN and infinity
-    included. H is a
-    multiple of K: query head h reads key/value head `h // (H // K)`.
+    The order is `q k^T scale`, `score_mod`, `mask_mod`, softmax with sinks, dropout. A row with no
+    key gives 0; what a mask hides has no influence on values or gradients, NaN and infinity
+    included. H is a multiple of K: query head h reads key/value head `h // (H // K)`.
 
     Args:
       q: queries.
       k, v: keys and values, of the dtype of q.
       score_mod: `score_mod(score, b, h, q_idx, kv_idx) -> score`, a function of scalars: the
-      score in
-        float32 (float64 for float64 inputs) and four int32 indices. It may read arrays of its
-        closure; floating ones get exact gradients.
+        score in float32 (float64 for float64 inputs) and four int32 indices. It may read arrays of
+        its closure; floating ones get exact gradients.
       mask_mod: `mask_mod(b, h, q_idx, kv_idx) -> bool`, a function of scalars, or a mask object
         (`causal() & sliding_window(1024)`). Tiles that it leaves empty cost nothing.
       scale: factor on the scores; `D ** -0.5` if None.
