@@ -21,9 +21,9 @@ def plain(q, k, v, *, score_mod=None, mask_mod=None):
         jnp.arange(n, dtype=jnp.int32).reshape([-1 if i == j else 1 for j in range(4)])
         for i, n in enumerate((b, h, t, s))
     ]
-    if score_mod:
+    if score_mod is not None:
         scores = jnp.vectorize(score_mod)(scores, *index)
-    if mask_mod:
+    if mask_mod is not None:
         scores = jnp.where(jnp.vectorize(mask_mod)(*index), scores, -1e30)
     p = jax.nn.softmax(scores, axis=-1).astype(q.dtype)
     return jnp.einsum("bhts,bshv->bthv", p, v, preferred_element_type=jnp.float32).astype(q.dtype)
