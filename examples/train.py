@@ -164,7 +164,7 @@ def watched(config: Config, steps: Iterator[tuple[dict, float]]) -> dict:
         task = bar.add_task("compiling", total=config.steps)
         params, _ = next(steps)
         start = time.perf_counter()
-        for i, (params, loss) in enumerate(steps, start=1):  # noqa: B007  (the last ones are returned)
+        for i, (params, loss) in enumerate(steps, start=1):  # noqa: B007  (the last are returned)
             rate = i * tokens / (time.perf_counter() - start)
             status = f"loss {loss:.3f}  {rate:,.0f} tokens/s  MFU {rate * utilisation:.0%}"
             bar.update(task, completed=i + 1, description=status)
