@@ -337,3 +337,16 @@ def test_inline_keeps_weak_types():
     weak = trace(jax.jit(lambda x: x * 2.0), 1.0)
     assert inline(weak).in_avals == weak.in_avals
     assert inline(weak).in_avals != trace(lambda x: x, np.float32(1.0)).in_avals
+
+
+def test_a_batching_rule_that_would_stay_behind_is_refused():
+    @jax.custom_batching.custom_vmap
+    def wave(x):
+        return jnp.sin(x)
+
+    wave.def_vmap(lambda size, batched, x: (jnp.sin(x), True))
+    to_cos = {"sin": lambda x, **_: jnp.cos(x)}
+    with pytest.raises(NotImplementedError, match="batching rule of a `custom_vmap` function"):
+        rewrite(wave, to_cos)(1.0)
+    rewritten = jax.vmap(rewrite(wave, {**to_cos, "custom_vmap_call": run_body}))
+    np.testing.assert_allclose(rewritten(jnp.arange(3.0)), jnp.cos(jnp.arange(3.0)), rtol=1e-6)

@@ -102,6 +102,12 @@ class _Rewriter:
             if rule is not None:
                 results = call_rule(rule, eqn, args)
                 return [_conform(eqn, *pair) for pair in zip(eqn.outvars, results, strict=True)]
+            if eqn.primitive.name == "custom_vmap_call" and self._concerns(_body_of(eqn)):
+                raise NotImplementedError(
+                    f"`rewrite` can't reach the batching rule of a `custom_vmap` function (at "
+                    f"{source_line(eqn)}), which would compute something else than its body. Give "
+                    "`custom_vmap_call` a rule; `run_body` lets JAX batch the body itself."
+                )
             if eqn.primitive.name == "shard_map":
                 return self._shard_map(*args, **eqn.params)
             params = eqn.primitive.get_bind_params(self._params(eqn))

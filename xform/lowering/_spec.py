@@ -15,8 +15,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import Jaxpr, jaxpr_as_fun
 
-DIMS = ("b", "h", "q", "k")
-"""The indices that a mod sees. Tile arrays carry those they depend on in the order h, q, k."""
+EMPTY, PARTIAL, FULL = 0, 1, 2
+"""The codes of a block map: what a mask leaves of a tile."""
 
 
 @dataclasses.dataclass(frozen=True)

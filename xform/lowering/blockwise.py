@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from xform.lowering._spec import At, Spec
+from xform.lowering._spec import FULL, PARTIAL, At, Spec
 from xform.lowering._tile_fn import COL, ROW, Kind, TileFn, base, scores, weighted
 from xform.lowering._units import Units
 
@@ -32,9 +32,6 @@ _HEADS = 16
 _MIN_TILE, _MAX_TILE = 128, 512
 # A captured array larger than this gets one gradient accumulator, not one per batched head.
 _LARGE = 2**16
-
-EMPTY, PARTIAL, FULL = 0, 1, 2
-"""The codes of a block map."""
 
 BlockMap = Callable[..., jax.Array]
 """`block_map(mask, context, *, b, h, q_len, kv_len, q_tile, kv_tile) -> int8 [rows, cols]`."""

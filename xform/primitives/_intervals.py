@@ -17,6 +17,8 @@ Three facts carry the soundness:
   nothing;
 * a kernel may contract or approximate floating-point operations, so computed ends move out by a few
   units in the last place.
+
+The file is longer than others: it is one table, and each rule is read beside those it is like.
 """
 
 import operator

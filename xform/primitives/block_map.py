@@ -19,10 +19,9 @@ from jax.extend.core import Jaxpr, JaxprEqn
 from jaxtyping import Float, Int8
 
 from xform.jaxpr import eqn_rule, interpret
+from xform.lowering._spec import EMPTY, FULL, PARTIAL
 from xform.primitives._intervals import RULES, Interval, default, interval
 from xform.primitives._reads import READS
-
-EMPTY, PARTIAL, FULL = 0, 1, 2
 
 _ROWS = 64
 
