@@ -68,7 +68,9 @@ def one_device() -> tuple:
     return jax.jit(jax.value_and_grad(mean))(random_params())
 
 
-@pytest.mark.parametrize("layout", [(4, 2), (2, 4)], ids="dp{0[0]}×tp{0[1]}".format)
+@pytest.mark.parametrize(
+    "layout", [(4, 2), pytest.param((2, 4), marks=pytest.mark.slow)], ids="dp{0[0]}×tp{0[1]}".format
+)
 def test_loss_and_every_gradient_equal_those_of_one_device(one_device, layout):
     train = pytest.importorskip("train", exc_type=ImportError)
     rows = random_rows()

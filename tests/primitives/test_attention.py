@@ -125,6 +125,7 @@ def some_slow(names, slow):
 
 
 SLOW = ("not causal", "prefix or window", "embeddings", "score ignored", "no mask, ragged")
+SLOW += ("wide heads", "derivative rule inside")
 
 
 @pytest.mark.parametrize("name", some_slow(CASES, SLOW))
