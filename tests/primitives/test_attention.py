@@ -148,7 +148,21 @@ def test_narrow_types_lose_no_more_than_a_dense_program(case):
 @pytest.mark.parametrize("size", [16, 40, 64, 96, 128, 256])
 @pytest.mark.parametrize("length", [1, 17, 257, 1025])
 def test_every_length_head_size_and_group(length, size, heads):
-    check(Case((1, length, length, *heads, size, size), mask=causal()), jnp.float32, seed=length)
+    kv_len = max(length, 2)  # for one key see the next test
+    mask = causal(offset=kv_len - length)
+    check(Case((1, length, kv_len, *heads, size, size), mask=mask), jnp.float32, seed=length)
+
+
+@pytest.mark.parametrize("size", [16, 40, 256])
+def test_the_softmax_over_one_key_is_one_and_has_no_derivative(size):
+    """Two equal sums over V cancel in dq and dk; a dense program's cancel by construction."""
+    case = Case((1, 1, 1, 3, 1, size, size))
+    (q, k, v, _), ct = case.inputs(jnp.float32)
+    out, (dq, dk, dv, _) = jax.jit(case.run(flex_attention))((q, k, v, ()), ct)
+    assert np.array_equal(out, jnp.repeat(v, 3, axis=2))
+    np.testing.assert_allclose(dv, ct.sum(2, keepdims=True), rtol=1e-6)
+    largest = jnp.abs(ct).max() * jnp.abs(v).max() * size * jnp.finfo(jnp.float32).eps
+    assert max(jnp.abs(dq).max(), jnp.abs(dk).max()) < largest
 
 
 def test_a_second_run_gives_the_same_bits():
