@@ -34,7 +34,7 @@ class Config:
     """What is trained, on what, and for how long."""
 
     model: llama.Config = llama.Config()
-    steps: int = 800
+    steps: int = 500
     batch: int = 8
     """Rows in a batch, over all devices."""
     length: int = 256
