@@ -4,6 +4,7 @@ It sits at the root, and not in tests/, since the doctests of xform/ run under i
 """
 
 from importlib.util import find_spec
+from pathlib import Path
 
 import jax
 import jaxtyping
@@ -16,6 +17,9 @@ if find_spec("beartype"):
 from xform.sharding.mesh import cpu_devices
 
 cpu_devices(8)
+if not Path("/dev/nvidiactl").exists():
+    # The CUDA plugin is here to compile, and says so at length where it finds no GPU.
+    jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_enable_checks", True)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 

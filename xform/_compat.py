@@ -4,7 +4,13 @@ The rest of the package imports from here and from public JAX alone, so that a n
 met in one file.
 """
 
+import math
+
 import jax
+import numpy as np
+
+# 0.11, 0.12: has the only way to register platforms and not start them.
+from jax._src import xla_bridge
 
 # 0.11, 0.12: runs a primitive eagerly by compiling it once, the `impl` of one that has a lowering.
 from jax._src.dispatch import apply_primitive as apply_primitive
@@ -32,3 +38,19 @@ def varying_axes(x) -> frozenset[str]:
     aval = x if isinstance(x, AbstractValue) else jax.typeof(x)
     axes = getattr(aval, "manual_axis_type", None)  # a token has none
     return axes.varying if axes is not None else frozenset()
+
+
+def register_plugins() -> None:
+    """Makes the installed platforms known, without starting them."""
+    xla_bridge._discover_and_register_pjrt_plugins()
+
+
+def target_topology(platform: str, config: str, shape: tuple[int, ...]) -> np.ndarray:
+    """Returns devices of a platform that need not be present, from XLA's description of one."""
+    from jax.experimental import topologies  # 0.11, 0.12: slow to import, and seldom needed
+
+    size = math.prod(shape)
+    topology = topologies.get_topology_desc(
+        platform=platform, target_config=config, topology=f"1x1x{size}"
+    )
+    return np.array(topology.devices)
