@@ -4,7 +4,7 @@ A tile sum is `sum_j f(row_i, col_j, shared)` (DESIGN section 4). Its derivative
 f's derivative and its transpose a tile sum of f's transpose, so the functions of all orders are
 terms
 
-    f ::= Attend(spec) | Jvp(f, nonzero) | Transpose(f, linear, shapes)
+    f ::= Attend(spec) | Peak(spec) | Jvp(f, nonzero) | Transpose(f, linear, shapes)
 
 that compare by value. First-order reverse mode is `Transpose(Jvp(Attend))`: by hand one would write
 five matrix products, `s = q k^T`, `dv = e^T da`, `de = da v^T`, `dq = ds k` and `dk = ds^T q` with
@@ -120,6 +120,33 @@ class Attend:
 def base(top):
     """What scores are taken relative to: the maximum, and 0 for a row that has none."""
     return jnp.where(jnp.isneginf(top), 0, top)
+
+
+@dataclasses.dataclass(frozen=True)
+class Peak:
+    """`(q, top, argmax, k, *captures) -> (M, N)`: a row's largest scores, their sum and number.
+
+    The maximum is `M / N`, so scores that tie share its derivative, as in `jnp.max`. `argmax` is
+    the key of a largest score, -1 for a row without any: it counts whatever its bits are here, so
+    that a score which another program rounds another way cannot lose the gradient.
+    """
+
+    spec: Spec
+
+    @property
+    def operands(self) -> tuple[Kind, ...]:
+        return (ROW, ROW, ROW, COL, *self.spec.reads)
+
+    @property
+    def results(self) -> tuple[Kind, ...]:
+        return (ROW, ROW)
+
+    def __call__(self, at: At, *tiles) -> list:
+        q, top, argmax, k, *shared = tiles
+        s = scores(self.spec, at, q, k, shared)
+        largest = (s >= top[..., None]) | (at.k == argmax[..., None])
+        largest &= ~jnp.isneginf(s)
+        return [jnp.where(largest, s, 0).sum(-1), largest.sum(-1, dtype=s.dtype)]
 
 
 @dataclasses.dataclass(frozen=True)
