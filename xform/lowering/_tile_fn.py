@@ -144,7 +144,7 @@ class Peak:
     def __call__(self, at: At, *tiles) -> list:
         q, top, argmax, k, *shared = tiles
         s = scores(self.spec, at, q, k, shared)
-        largest = (s >= top[..., None]) | (at.k == argmax[..., None])
+        largest = (s >= top[..., None]) | (at.k[None, None] == argmax[..., None])
         largest &= ~jnp.isneginf(s)
         return [jnp.where(largest, s, 0).sum(-1), largest.sum(-1, dtype=s.dtype)]
 

@@ -154,8 +154,9 @@ def _loop(count: int, body: Callable, carry):
 
 
 def attend(
-    spec: Spec, block_map: BlockMap, hidden: int, q, k, v, captures, context, *, peak: bool = False
-):
+    spec: Spec, block_map: BlockMap, hidden: int, q, k, v, captures, context, *,
+    origin=(0, 0), peak: bool = False,
+):  # fmt: skip
     """The forward pass.
 
     Args:
@@ -165,6 +166,7 @@ def attend(
       q, k, v: `[*hidden,B,T,H,D]`, `[*hidden,B,S,K,D]`, `[*hidden,B,S,K,V]`.
       captures: arrays that the score mod reads, `[*hidden,...]`.
       context: arrays that masks and indices read, `[*hidden,...]`.
+      origin: the b and h of the first unit, where these arrays are a device's part of others.
       peak: whether to say where the maximum is.
 
     Returns:
@@ -181,7 +183,7 @@ def attend(
         return _attend_unit(grid, q, k, v, captures, peak)
 
     operands = [
-        *units.index(),
+        *units.index(origin),
         units.rows(q, row.padded), units.cols(k, col.padded), units.cols(v, col.padded),
         *map(units.whole, (*captures, *context)),
     ]  # fmt: skip
@@ -190,7 +192,7 @@ def attend(
 
 
 def _attend_unit(grid: Grid, q, k, v, captures, peak: bool):
-    """Online softmax of one unit: out `[g,T,V]`, maximum and sum `[g,T]`; with `peak`, where that is."""
+    """Online softmax of one unit: out `[g,T,V]`, maximum, sum and, with `peak`, argmax `[g,T]`."""
     spec, wide = grid.spec, grid.spec.wide
     shape = (q.shape[0], grid.row.tile)
 
@@ -230,7 +232,10 @@ def inverse(total):
     return jnp.where(total == 0, 0, 1 / jnp.where(total == 0, 1, total))
 
 
-def tile_sum(fn: TileFn, block_map: BlockMap, hidden: int, outs: Sequence, operands, context):
+def tile_sum(
+    fn: TileFn, block_map: BlockMap, hidden: int, outs: Sequence, operands, context, *,
+    origin=(0, 0),
+):  # fmt: skip
     """Evaluates a tile sum.
 
     Args:
@@ -241,6 +246,7 @@ def tile_sum(fn: TileFn, block_map: BlockMap, hidden: int, outs: Sequence, opera
         belongs to a captured array, it is summed over.
       operands: one array for each of `fn.operands`.
       context: arrays that masks and indices read, `[*hidden,...]`.
+      origin: the b and h of the first unit, where these arrays are a device's part of others.
 
     Returns:
       One array for each of `outs`.
@@ -272,7 +278,7 @@ def tile_sum(fn: TileFn, block_map: BlockMap, hidden: int, outs: Sequence, opera
     ]
     inputs = [enter.get(k, units.whole)(x) for x, k in zip(operands, fn.operands, strict=True)]
     keep = [units.kept(k, o.shape[:hidden]) for k, o in zip(fn.results, outs, strict=True)]
-    sums = units.run(unit, [*units.index(), *inputs, *map(units.whole, context)], keep)
+    sums = units.run(unit, [*units.index(origin), *inputs, *map(units.whole, context)], keep)
     return [
         leave.get(k, units.user_whole)(x).astype(o.dtype)
         for x, k, o in zip(sums, fn.results, outs, strict=True)

@@ -23,23 +23,17 @@ from typing import NamedTuple, TypedDict, Unpack, overload
 import jax
 import jax.numpy as jnp
 from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import ad, batching
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float
 
-from xform._compat import apply_primitive
 from xform.lowering import blockwise, reference
 from xform.lowering._dropout import threefry
 from xform.lowering._spec import Spec
-from xform.lowering._tile_fn import Attend, Jvp, Peak, base
+from xform.lowering._tile_fn import COL, ROW, Attend, Jvp, Peak, base
 from xform.primitives._mods import take_apart
-from xform.primitives._rules import (
-    add_hidden_dim,
-    hidden_sizes,
-    join_axes,
-    lower_without_axes,
-    result_type,
-)
+from xform.primitives._rules import add_hidden_dim, broadcast_like, hidden_sizes, join_axes
+from xform.primitives._split import Layout, Layouts, splittable
 from xform.primitives.block_map import block_map
 from xform.primitives.tile_sum import tile_sum
 
@@ -186,7 +180,7 @@ def _scaled(score_mod, scale, score, *index):
 
 def _with_sinks(out, lse, sinks):
     """Adds one logit without a value to every row's softmax."""
-    sinks = jnp.broadcast_to(sinks.astype(lse.dtype), lse.shape)
+    sinks = broadcast_like(sinks.astype(lse.dtype), lse)
     top = base(jax.lax.stop_gradient(jnp.maximum(lse, sinks)))
     keys = jnp.exp(lse - top)
     total = keys + jnp.exp(sinks - top)
@@ -223,18 +217,30 @@ def _structs(args, spec: Spec, hidden: int, dtype, peak: bool):
     return [*structs, statistic, struct(rows, jnp.int32)] if peak else structs
 
 
-def _abstract(*args, spec, **params):
-    return [result_type(s.shape, s.dtype, *args) for s in _structs(args, spec, **params)]
+_QKV = ("`q`", ROW), ("`k`", COL), ("`v`", COL)
 
 
-def _impl(*args, spec, hidden, dtype, peak):
+def _layouts(*args, spec, hidden, **params) -> Layouts:
+    kinds = (
+        ("`q`", ROW),
+        ("`k`", COL),
+        ("`v`", COL),
+        *[("a captured array", ())] * (len(args) - 3),
+    )
+    structs = _structs(args, spec, hidden, **params)
+    return Layouts(
+        tuple(Layout.of(*kind, x, hidden) for kind, x in zip(kinds, args, strict=True)),
+        tuple(Layout.of("a result", ROW, x, hidden) for x in structs),
+    )
+
+
+def _impl(*args, origin, outs, spec, hidden, dtype, peak):
     q, k, v, captures, context = _split(args, spec)
     if 0 in (*q.shape, *k.shape, *hidden_sizes(args, hidden)):
-        structs = _structs(args, spec, hidden, dtype, peak)
         nothing = (0, -jnp.inf, 0, -jnp.inf, -1)
-        return [jnp.full(s.shape, x, s.dtype) for s, x in zip(structs, nothing, strict=False)]
+        return [jnp.full(s.shape, x, s.dtype) for s, x in zip(outs, nothing, strict=False)]
     out, top, total, *argmax = blockwise.attend(
-        spec, block_map, hidden, q, k, v, captures, context, peak=peak
+        spec, block_map, hidden, q, k, v, captures, context, origin=origin, peak=peak
     )
     return [out.astype(dtype), top, total, *((top, *argmax) if peak else ())]
 
@@ -290,11 +296,9 @@ def _batch(args, dims, *, hidden, **params):
     return results, [0] * len(results)
 
 
-flex_attention_p.def_impl(partial(apply_primitive, flex_attention_p))
-flex_attention_p.def_abstract_eval(_abstract)
+splittable(flex_attention_p, _layouts, _impl)
 ad.primitive_jvps[flex_attention_p] = _jvp
 batching.primitive_batchers[flex_attention_p] = _batch
-mlir.register_lowering(flex_attention_p, lower_without_axes(_impl))
 
 
 def _check(q, k, v, sinks, dropout_rate, dropout_key, aux, implementation) -> None:
