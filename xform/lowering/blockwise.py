@@ -204,10 +204,6 @@ def _attend_unit(grid: Grid, q, k, v, captures, peak: bool):
             at = grid.tile(i, j, masked)
             reads = [_load(g, x, at, wide) for g, x in zip(spec.reads, captures, strict=True)]
             s = scores(spec, at, q_tile, grid.col.take(k, j), reads)
-            if spec.score is not None:
-                # The maximum and the exponential must see one value of the mod, not two roundings
-                # of it, and should not compute it twice.
-                s = lax.optimization_barrier(s.reshape(-1, s.shape[-1])).reshape(s.shape)
             highest = s.max(-1)
             new = jnp.maximum(top, highest)
             e, keep = jnp.exp(s - base(new)[..., None]), jnp.exp(top - base(new))

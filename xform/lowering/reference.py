@@ -25,14 +25,10 @@ def attend(q, k, v, *, score_mod, mask_mod, scale, dropout_rate, dropout_key, pe
         visible = everywhere(mask_mod, b, h, t, s)
 
     q, k, v = (x.swapaxes(1, 2) for x in (q.astype(wide), k, v))
-    scores = _product(
-        "bhtd,bhsd->bhts",
-        q,
-        k,
-        jnp.isfinite(q).all(-1)[..., None] & jnp.isfinite(k).all(-1)[:, :, None],
-    )
+    finite = jnp.isfinite(q).all(-1)[..., None] & jnp.isfinite(k).all(-1)[:, :, None]
+    scores = _product("bhtd,bhsd->bhts", _clean(q), _clean(k), finite)
     scores = jnp.where(visible, scores * scale, 0)
-    if score_mod is not None:
+    if score_mod is not None and scores.size:
         scores = _modified(score_mod, scores, visible).astype(wide)
     scores = jnp.where(visible, scores, -jnp.inf)
     maximum = scores.max(-1, initial=-jnp.inf)
@@ -44,19 +40,26 @@ def attend(q, k, v, *, score_mod, mask_mod, scale, dropout_rate, dropout_key, pe
     weights = weights / safe
     if dropout_rate:
         weights = weights * everywhere(partial(kept, dropout_key, dropout_rate), b, h, t, s)
-    out = _product("bhts,bhsv->bhtv", weights, v, seen == 0)
+    out = _product("bhts,bhsv->bhtv", weights, _clean(v), seen == 0)
     lse = jnp.where(total == 0, -jnp.inf, jnp.log(safe) + top)[..., 0]
     statistics = (lse, maximum) if peak else (lse,)
     return out.swapaxes(1, 2).astype(dtype), *(x.swapaxes(1, 2) for x in statistics)
 
 
 def _product(equation, x, y, finite):
-    """A product of what is finite, NaN where `finite` does not hold.
+    """A product, NaN where `finite` does not hold, though its operands are clean.
 
     So neither the product nor its derivatives meet `0 * NaN` for a pair that is hidden.
     """
-    clean = (jnp.where(jnp.isfinite(z), z, 0) for z in (x, y))
-    return jnp.where(finite, jnp.einsum(equation, *clean, precision="highest"), jnp.nan)
+    return jnp.einsum(equation, x, y, precision="highest") + jnp.where(finite, 0, jnp.nan)
+
+
+@jax.custom_jvp
+def _clean(x):
+    return jnp.where(jnp.isfinite(x), x, 0)
+
+
+_clean.defjvp(lambda primals, tangents: (_clean(*primals), *tangents))
 
 
 def _modified(score_mod, scores, visible):

@@ -246,25 +246,29 @@ def _impl(*args, origin, outs, spec, hidden, dtype, peak):
 
 
 def _jvp(primals, tangents, *, spec, hidden, dtype, peak):
-    """`out = A / L` at a fixed maximum (see `Attend`), so `d out = (dA - out dL) / L`.
+    """`out = A / L` at a fixed maximum and a fixed `norm`, so `d out = (dA - out dL) / L`.
 
-    Transposed, with `do` the cotangent of the output, A gets `do / L` and L gets `-(out . do) /
-    L`, the "delta" of FlashAttention. The output is kept unrounded for it: at a narrow dtype its
-    rounding would be the largest error of every gradient.
+    L is 1 here, but has derivatives (see `Attend`). Transposed, with `do` the cotangent of the
+    output, A gets `do` and L gets `-(out . do)`, the "delta" of FlashAttention. The output is kept
+    unrounded for it: at a narrow dtype its rounding would be the largest error of every gradient.
     """
     q, k, v, captures, context = _split(primals, spec)
     dq, dk, dv, dcaptures, _ = _split(tangents, spec)
     out, top, total, *maximum = flex_attention_p.bind(
         *primals, spec=spec, hidden=hidden, dtype=spec.wide, peak=peak
     )
-    moving = (dq, None, dk, dv, *dcaptures)
+    moving = (dq, None, None, dk, dv, *dcaptures)
     nonzero = tuple(t is not None and type(t) is not ad.Zero for t in moving)
-    operands = [q, top, k, v, *captures, *(t for t, z in zip(moving, nonzero, strict=True) if z)]
-    d_sum, d_total = tile_sum(
-        Jvp(Attend(spec), nonzero), operands, context, hidden=hidden,
-        outs=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (out, total)],
+    fixed = jax.lax.stop_gradient(total)
+    norm = blockwise.inverse(fixed)
+    operands = [q, top, norm, k, v, *captures]
+    d_sum, d_one = tile_sum(
+        Jvp(Attend(spec), nonzero),
+        [*operands, *(t for t, z in zip(moving, nonzero, strict=True) if z)], context,
+        hidden=hidden, outs=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (out, total)],
     )  # fmt: skip
-    d_out = (d_sum - d_total[..., None] * out) * blockwise.inverse(total)[..., None]
+    d_out = (d_sum - d_one[..., None] * out) * blockwise.inverse(total * norm)[..., None]
+    d_total = d_one * fixed
     values = [out.astype(dtype), top, total, *maximum]
     derivatives = [d_out.astype(dtype), ad.Zero(jax.typeof(top)), d_total]
     if peak:
