@@ -15,6 +15,9 @@ from jax._src import xla_bridge
 # 0.11, 0.12: runs a primitive eagerly by compiling it once, the `impl` of one that has a lowering.
 from jax._src.dispatch import apply_primitive as apply_primitive
 
+# 0.11, 0.12: primitives whose lowering is told its devices, as custom partitioning must be.
+from jax._src.dispatch import prim_requires_devices_during_lowering
+
 # 0.11, 0.12: what a derivative rule writes its output tree to; found in closures, without meaning.
 from jax._src.linear_util import EqualStore as EqualStore
 from jax._src.linear_util import Store as Store
@@ -31,6 +34,7 @@ from jax._src.util import Unhashable as Unhashable
 # 0.11, 0.12: a cache that holds its first argument weakly and knows JAX's tracing context.
 from jax._src.util import weakref_lru_cache as weakref_lru_cache
 from jax.core import AbstractValue
+from jax.extend.core import Primitive
 
 
 def varying_axes(x) -> frozenset[str]:
@@ -38,6 +42,11 @@ def varying_axes(x) -> frozenset[str]:
     aval = x if isinstance(x, AbstractValue) else jax.typeof(x)
     axes = getattr(aval, "manual_axis_type", None)  # a token has none
     return axes.varying if axes is not None else frozenset()
+
+
+def lower_with_devices(primitive: Primitive) -> None:
+    """Has the lowering rule of `primitive` told which devices it lowers for."""
+    prim_requires_devices_during_lowering.add(primitive)
 
 
 def register_plugins() -> None:

@@ -8,12 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import PartitionSpec as P
 
 from tests.oracle import assert_as_right_as, in_float64, plain
 from xform.primitives.attention import flex_attention
 from xform.primitives.masks import causal, documents, prefix, sliding_window
-from xform.sharding import make_mesh, shardings
 
 
 @dataclasses.dataclass(frozen=True)
@@ -359,13 +357,6 @@ def test_what_is_not_a_function_is_named_with_its_cure():
         flex_attention(x, x, x, mask_mod=jnp.ones((8, 8), bool))  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match=r"`scale` must be a scalar, found shape \(2,\)"):
         flex_attention(x, x, x, scale=jnp.ones(2))
-
-
-def test_arrays_split_by_their_type_are_refused_outside_of_shard_map():
-    mesh = make_mesh(dp=4, tp=2)
-    x = jax.device_put(jnp.ones((4, 8, 2, 16)), shardings(mesh, P("dp")))
-    with pytest.raises(NotImplementedError, match=r"split.*Call it inside `jax.shard_map`"):
-        flex_attention(x, x, x)
 
 
 def test_a_mod_that_returns_something_else_is_named():

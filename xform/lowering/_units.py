@@ -75,15 +75,15 @@ class Units:
     def _hidden(self) -> int:
         return len(self.sizes) - 2 - self.split
 
-    def index(self) -> tuple[jax.Array, jax.Array]:
-        """The operands `b` (a scalar in the unit) and `h` (`[group]`), int32."""
+    def index(self, origin=(0, 0)) -> tuple[jax.Array, jax.Array]:
+        """The operands `b` (a scalar in the unit) and `h` (`[group]`), int32, from `origin` on."""
         b, kv_heads = self.sizes[self._hidden : self._hidden + 2]
         split = (self.sizes[-1],) if self.split else ()
         lead = (1,) * self._hidden
         h = jnp.arange(kv_heads * (self.sizes[-1] if self.split else self.group), dtype=jnp.int32)
         return (
-            jnp.arange(b, dtype=jnp.int32).reshape(*lead, b, 1, *(1 for _ in split)),
-            h.reshape(*lead, 1, kv_heads, *split, self.group),
+            origin[0] + jnp.arange(b, dtype=jnp.int32).reshape(*lead, b, 1, *(1 for _ in split)),
+            origin[1] + h.reshape(*lead, 1, kv_heads, *split, self.group),
         )
 
     def rows(self, x, length: int):

@@ -30,8 +30,6 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from xform.jaxpr import interpret
-
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, eq=False)
@@ -451,11 +449,6 @@ def _argmax(a, *, axes, index_dtype, **_):
     return Interval(lo, hi)
 
 
-def _cond(which, *operands, branches, **_):
-    cases = [interpret(branch, RULES, default=default)(*operands) for branch in branches]
-    return [_select(which, *outs) for outs in zip(*cases, strict=True)]
-
-
 def default(eqn, *args):
     """What is not in the table can be anything: loops, products, random numbers."""
     del args
@@ -545,7 +538,6 @@ RULES: dict = {
     lax.shift_right_logical_p: _shift(lax.shift_right_logical),
     lax.select_n_p: _select,
     lax.argmax_p: _argmax,
-    lax.cond_p: _cond,
     **{
         p: _structural(p)
         for p in (

@@ -15,7 +15,17 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from xform.primitives._intervals import RULES, Interval, interval, ordered, point, union, unknown
+from xform.jaxpr import interpret
+from xform.primitives._intervals import (
+    RULES,
+    Interval,
+    default,
+    interval,
+    ordered,
+    point,
+    union,
+    unknown,
+)
 
 
 def over_range(x: Interval, first: Array, last: Array) -> Interval:
@@ -169,5 +179,11 @@ def _dtype(x):
     return x.lo.dtype if isinstance(x, Interval) else x.dtype
 
 
-READS: dict = {lax.dynamic_slice_p: _dynamic_slice, lax.gather_p: _gather}
-"""The rules of the primitives that read an array at an index."""
+def _cond(which, *operands, branches, **_):
+    """Any branch may run, and may read."""
+    cases = [interpret(branch, RULES | READS, default=default)(*operands) for branch in branches]
+    return [RULES[lax.select_n_p](which, *outs) for outs in zip(*cases, strict=True)]
+
+
+READS: dict = {lax.dynamic_slice_p: _dynamic_slice, lax.gather_p: _gather, lax.cond_p: _cond}
+"""The rules of the primitives that read an array at an index, and of those that may."""

@@ -9,7 +9,8 @@ here block maps need no building and closures no rules.
 `flex_attention_p` computes the output and, of each row's scores, the maximum and the sum of the
 exponentials relative to it. Its derivative is a tile sum (`xform.primitives.tile_sum`), written
 down in `_jvp`; no order needs anything else. Log-sum-exp and sinks are ordinary JAX on these
-results.
+results, for which the maximum is a constant: that it cancels is exact. Asked for by name, it comes
+a second time, with its own derivative.
 """
 
 from __future__ import annotations
@@ -22,23 +23,17 @@ from typing import NamedTuple, TypedDict, Unpack, overload
 import jax
 import jax.numpy as jnp
 from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import ad, batching
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float
 
-from xform._compat import apply_primitive
 from xform.lowering import blockwise, reference
 from xform.lowering._dropout import threefry
 from xform.lowering._spec import Spec
-from xform.lowering._tile_fn import Attend, Jvp, base
+from xform.lowering._tile_fn import COL, ROW, Attend, Jvp, Peak, base
 from xform.primitives._mods import take_apart
-from xform.primitives._rules import (
-    add_hidden_dim,
-    hidden_sizes,
-    join_axes,
-    lower_without_axes,
-    result_type,
-)
+from xform.primitives._rules import add_hidden_dim, broadcast_like, hidden_sizes, join_axes
+from xform.primitives._split import Layout, Layouts, splittable
 from xform.primitives.block_map import block_map
 from xform.primitives.tile_sum import tile_sum
 
@@ -49,12 +44,15 @@ class Aux(NamedTuple):
     Attributes:
       lse: natural log-sum-exp of the modified scores, sinks counted, `[B,T,H]`; minus infinity for
         a row with no key. Differentiable.
+      max: the largest modified score of each row, sinks not counted, `[B,T,H]`; minus infinity for
+        a row with no key. Differentiable: scores that tie share the gradient, as in `jnp.max`.
     """
 
     lse: Float[Array, "B T H"] | None = None
+    max: Float[Array, "B T H"] | None = None
 
 
-_AUX = ("lse",)
+_AUX = ("lse", "max")
 _IMPLEMENTATIONS = (None, "blockwise", "reference")
 
 
@@ -113,7 +111,7 @@ def flex_attention(
       dropout_rate: the probability, below 1, with which a weight is dropped.
       dropout_key: a PRNG key, where the rate is not 0. A weight's fate depends on the key and its
         own (b, h, q_idx, kv_idx), on nothing else.
-      aux: names of further results, a tuple of "lse".
+      aux: names of further results, a tuple of "lse" and "max".
       deterministic: whether a second run must give the same bits; False lets a lowering add in any
         order, if that is faster.
       implementation: "blockwise" (any device), "reference" (dense, for tests), or None to choose.
@@ -136,19 +134,23 @@ def flex_attention(
     _check(q, k, v, sinks, dropout_rate, dropout_key, aux, implementation)
     _check_mods(score_mod, mask_mod, scale)
     del deterministic  # the blockwise lowering adds in a fixed order in any case
+    scale = max(1, q.shape[-1]) ** -0.5 if scale is None else scale
+    size = v.shape[-1]
+    q, k, v = (jnp.pad(x, [*[(0, 0)] * 3, (0, 1)]) if x.shape[-1] == 0 else x for x in (q, k, v))
     attend = reference.attend if implementation == "reference" else _attend
-    out, lse = attend(
-        q, k, v, score_mod=score_mod, mask_mod=mask_mod,
-        scale=q.shape[-1] ** -0.5 if scale is None else scale,
+    out, lse, *peak = attend(
+        q, k, v, score_mod=score_mod, mask_mod=mask_mod, scale=scale, peak="max" in aux,
         dropout_rate=float(dropout_rate), dropout_key=dropout_rate and _key_data(dropout_key),
     )  # fmt: skip
     if sinks is not None:
         out, lse = _with_sinks(out, lse, sinks)
-    return (out, Aux(lse=lse if "lse" in aux else None)) if aux else out
+    results = {"lse": lse, "max": peak[0] if peak else None}
+    out = out[..., :size]
+    return (out, Aux(**{name: results[name] for name in aux})) if aux else out
 
 
-def _attend(q, k, v, *, score_mod, mask_mod, scale, dropout_rate, dropout_key):
-    """Output and log-sum-exp, by the primitive."""
+def _attend(q, k, v, *, score_mod, mask_mod, scale, dropout_rate, dropout_key, peak):
+    """Output, log-sum-exp and, with `peak`, the maximum, by the primitive."""
     if isinstance(scale, jax.Array):  # it may be traced, and has a gradient: a capture like others
         score_mod, scale = partial(_scaled, score_mod, scale), 1.0
     mods = take_apart(score_mod, mask_mod, jnp.promote_types(q.dtype, jnp.float32))
@@ -158,8 +160,10 @@ def _attend(q, k, v, *, score_mod, mask_mod, scale, dropout_rate, dropout_key):
     )  # fmt: skip
     context = (*mods.context, dropout_key) if dropout_rate else mods.context
     args = join_axes((q, k, v, *mods.captures, *context))
-    out, top, total = flex_attention_p.bind(*args, spec=spec, hidden=0, dtype=spec.dtype)
-    return out, _log_sum(top, total)
+    out, top, total, *maximum = flex_attention_p.bind(
+        *args, spec=spec, hidden=0, dtype=spec.dtype, peak=peak
+    )
+    return out, _log_sum(top, total), *maximum[:1]
 
 
 def _key_data(key):
@@ -176,7 +180,7 @@ def _scaled(score_mod, scale, score, *index):
 
 def _with_sinks(out, lse, sinks):
     """Adds one logit without a value to every row's softmax."""
-    sinks = jnp.broadcast_to(sinks.astype(lse.dtype), lse.shape)
+    sinks = broadcast_like(sinks.astype(lse.dtype), lse)
     top = base(jax.lax.stop_gradient(jnp.maximum(lse, sinks)))
     keys = jnp.exp(lse - top)
     total = keys + jnp.exp(sinks - top)
@@ -200,60 +204,105 @@ def _split(args: Sequence, spec: Spec):
     return *args[:3], args[3:n], args[n:]
 
 
-def _structs(args, spec: Spec, hidden: int, dtype):
-    """Shapes and dtypes of the output, the maximum and the sum of each row."""
+def _structs(args, spec: Spec, hidden: int, dtype, peak: bool):
+    """Of each row, shapes and dtypes of the output, the maximum and the sum.
+
+    With `peak`, the maximum once more, as a function of the operands, and the key that has it.
+    """
     q, v = args[0], args[2]
     rows = (*hidden_sizes(args, hidden), *q.shape[hidden:-1])
-    statistic = jax.ShapeDtypeStruct(rows, spec.wide)
-    return [jax.ShapeDtypeStruct((*rows, v.shape[-1]), dtype), statistic, statistic]
+    struct = jax.ShapeDtypeStruct
+    statistic = struct(rows, spec.wide)
+    structs = [struct((*rows, v.shape[-1]), dtype), statistic, statistic]
+    return [*structs, statistic, struct(rows, jnp.int32)] if peak else structs
 
 
-def _abstract(*args, spec, hidden, dtype):
-    return [result_type(s.shape, s.dtype, *args) for s in _structs(args, spec, hidden, dtype)]
+_QKV = ("`q`", ROW), ("`k`", COL), ("`v`", COL)
 
 
-def _impl(*args, spec, hidden, dtype):
+def _layouts(*args, spec, hidden, **params) -> Layouts:
+    kinds = (
+        ("`q`", ROW),
+        ("`k`", COL),
+        ("`v`", COL),
+        *[("a captured array", ())] * (len(args) - 3),
+    )
+    structs = _structs(args, spec, hidden, **params)
+    return Layouts(
+        tuple(Layout.of(*kind, x, hidden) for kind, x in zip(kinds, args, strict=True)),
+        tuple(Layout.of("a result", ROW, x, hidden) for x in structs),
+    )
+
+
+def _impl(*args, origin, outs, spec, hidden, dtype, peak):
     q, k, v, captures, context = _split(args, spec)
-    if 0 in (*q.shape, *k.shape, *v.shape, *hidden_sizes(args, hidden)):
-        structs = _structs(args, spec, hidden, dtype)
-        return [
-            jnp.full(s.shape, x, s.dtype) for s, x in zip(structs, (0, -jnp.inf, 0), strict=True)
-        ]
-    out, *statistics = blockwise.attend(spec, block_map, hidden, q, k, v, captures, context)
-    return [out.astype(dtype), *statistics]
+    if 0 in (*q.shape, *k.shape, *hidden_sizes(args, hidden)):
+        nothing = (0, -jnp.inf, 0, -jnp.inf, -1)
+        return [jnp.full(s.shape, x, s.dtype) for s, x in zip(outs, nothing, strict=False)]
+    out, top, total, *argmax = blockwise.attend(
+        spec, block_map, hidden, q, k, v, captures, context, origin=origin, peak=peak
+    )
+    return [out.astype(dtype), top, total, *((top, *argmax) if peak else ())]
 
 
-def _jvp(primals, tangents, *, spec, hidden, dtype):
-    """`out = A / L` at a fixed maximum (see `Attend`), so `d out = (dA - out dL) / L`.
+def _jvp(primals, tangents, *, spec, hidden, dtype, peak):
+    """`out = A / L` at a fixed maximum and a fixed `norm`, so `d out = (dA - out dL) / L`.
 
-    Transposed, with `do` the cotangent of the output, A gets `do / L` and L gets `-(out . do) /
-    L`, the "delta" of FlashAttention. The output is kept unrounded for it: at a narrow dtype its
-    rounding would be the largest error of every gradient.
+    L is 1 here, but has derivatives (see `Attend`). Transposed, with `do` the cotangent of the
+    output, A gets `do` and L gets `-(out . do)`, the "delta" of FlashAttention. The output is kept
+    unrounded for it: at a narrow dtype its rounding would be the largest error of every gradient.
     """
     q, k, v, captures, context = _split(primals, spec)
     dq, dk, dv, dcaptures, _ = _split(tangents, spec)
-    out, top, total = flex_attention_p.bind(*primals, spec=spec, hidden=hidden, dtype=spec.wide)
-    moving = (dq, None, dk, dv, *dcaptures)
+    out, top, total, *maximum = flex_attention_p.bind(
+        *primals, spec=spec, hidden=hidden, dtype=spec.wide, peak=peak
+    )
+    moving = (dq, None, None, dk, dv, *dcaptures)
     nonzero = tuple(t is not None and type(t) is not ad.Zero for t in moving)
-    operands = [q, top, k, v, *captures, *(t for t, z in zip(moving, nonzero, strict=True) if z)]
-    d_sum, d_total = tile_sum(
-        Jvp(Attend(spec), nonzero), operands, context, hidden=hidden,
-        outs=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (out, total)],
+    fixed = jax.lax.stop_gradient(total)
+    norm = blockwise.inverse(fixed)
+    operands = [q, top, norm, k, v, *captures]
+    d_sum, d_one = tile_sum(
+        Jvp(Attend(spec), nonzero),
+        [*operands, *(t for t, z in zip(moving, nonzero, strict=True) if z)], context,
+        hidden=hidden, outs=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (out, total)],
     )  # fmt: skip
-    d_out = (d_sum - d_total[..., None] * out) * blockwise.inverse(total)[..., None]
-    return [out.astype(dtype), top, total], [d_out.astype(dtype), ad.Zero(jax.typeof(top)), d_total]
+    d_out = (d_sum - d_one[..., None] * out) * blockwise.inverse(total * norm)[..., None]
+    d_total = d_one * fixed
+    values = [out.astype(dtype), top, total, *maximum]
+    derivatives = [d_out.astype(dtype), ad.Zero(jax.typeof(top)), d_total]
+    if peak:
+        argmax = maximum[1]
+        d_max = _d_max(primals, tangents, top, argmax, spec=spec, hidden=hidden)
+        derivatives += [d_max, ad.Zero(jax.typeof(argmax).to_tangent_aval())]
+    return values, derivatives
+
+
+def _d_max(primals, tangents, top, argmax, *, spec, hidden):
+    """The mean of the derivatives of the scores that are the maximum (see `Peak`)."""
+    q, k, _, captures, context = _split(primals, spec)
+    dq, dk, _, dcaptures, _ = _split(tangents, spec)
+    moving = (dq, None, None, dk, *dcaptures)
+    nonzero = tuple(t is not None and type(t) is not ad.Zero for t in moving)
+    if not any(nonzero):
+        return ad.Zero(jax.typeof(top))
+    operands = [q, top, argmax, k, *captures]
+    run = partial(tile_sum, context=context, hidden=hidden, outs=[jax.typeof(top)] * 2)
+    _, number = run(Peak(spec), [jax.lax.stop_gradient(x) for x in operands])
+    tangents = [t for t, z in zip(moving, nonzero, strict=True) if z]
+    d_sum, _ = run(Jvp(Peak(spec), nonzero), [*operands, *tangents])
+    return d_sum * blockwise.inverse(number)
 
 
 def _batch(args, dims, *, hidden, **params):
     args, _ = add_hidden_dim(args, dims)
-    return flex_attention_p.bind(*args, hidden=hidden + 1, **params), [0, 0, 0]
+    results = flex_attention_p.bind(*args, hidden=hidden + 1, **params)
+    return results, [0] * len(results)
 
 
-flex_attention_p.def_impl(partial(apply_primitive, flex_attention_p))
-flex_attention_p.def_abstract_eval(_abstract)
+splittable(flex_attention_p, _layouts, _impl)
 ad.primitive_jvps[flex_attention_p] = _jvp
 batching.primitive_batchers[flex_attention_p] = _batch
-mlir.register_lowering(flex_attention_p, lower_without_axes(_impl))
 
 
 def _check(q, k, v, sinks, dropout_rate, dropout_key, aux, implementation) -> None:

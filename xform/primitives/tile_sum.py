@@ -19,18 +19,16 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import ad, batching
 
-from xform._compat import apply_primitive
 from xform.lowering import blockwise
 from xform.lowering._tile_fn import COL, ROW, Jvp, TileFn, Transpose, merge
 from xform.primitives._rules import (
     add_hidden_dim,
     hidden_sizes,
     join_axes,
-    lower_without_axes,
-    result_type,
 )
+from xform.primitives._split import Layout, Layouts, splittable
 from xform.primitives.block_map import block_map
 
 
@@ -65,18 +63,21 @@ def _split(args: Sequence, fn: TileFn) -> tuple[Sequence, Sequence]:
     return args[:n], args[n:]
 
 
-def _abstract(*args, fn, hidden, outs):
-    del fn, hidden
-    return [result_type(shape, dtype, *args) for shape, dtype in outs]
-
-
-def _impl(*args, fn, hidden, outs):
+def _layouts(*args, fn, hidden, outs) -> Layouts:
     operands, context = _split(args, fn)
-    structs = [jax.ShapeDtypeStruct(*out) for out in outs]
+    labels = {ROW: "an array of queries or their derivatives", COL: "an array of keys or values"}
+    of = lambda kind, x: Layout.of(labels.get(kind, "a captured array"), kind, x, hidden)
+    inputs = zip((*fn.operands, *[()] * len(context)), (*operands, *context), strict=True)
+    results = zip(fn.results, _structs(outs), strict=True)
+    return Layouts(tuple(of(*x) for x in inputs), tuple(of(*x) for x in results))
+
+
+def _impl(*args, origin, outs, fn, hidden):
+    operands, context = _split(args, fn)
     sides = [x for x, kind in zip(operands, fn.operands, strict=True) if kind in (ROW, COL)]
     if 0 in hidden_sizes(args, hidden) or any(0 in x.shape for x in sides):
-        return [jnp.zeros(s.shape, s.dtype) for s in structs]
-    return blockwise.tile_sum(fn, block_map, hidden, structs, operands, context)
+        return [jnp.zeros(s.shape, s.dtype) for s in outs]
+    return blockwise.tile_sum(fn, block_map, hidden, outs, operands, context, origin=origin)
 
 
 def _jvp(primals, tangents, *, fn, hidden, outs):
@@ -93,9 +94,7 @@ def _transpose(cts, *args, fn, hidden, outs):
     linear = tuple(ad.is_undefined_primal(x) for x in operands)
     avals = [x.aval for x, z in zip(operands, linear, strict=True) if z]
     known = [x for x, z in zip(operands, linear, strict=True) if not z]
-    cts = [
-        jnp.zeros(*out) if type(ct) is ad.Zero else ct for ct, out in zip(cts, outs, strict=True)
-    ]
+    cts = [ad.instantiate_zeros(ct) for ct in cts]
     kinds = [k for k, z in zip(fn.operands, linear, strict=True) if z]
     shapes = tuple(
         a.shape[hidden + 3 * (k in (ROW, COL)) :] for a, k in zip(avals, kinds, strict=True)
@@ -116,9 +115,7 @@ def _structs(outs):
     return [jax.ShapeDtypeStruct(*out) for out in outs]
 
 
-tile_sum_p.def_impl(partial(apply_primitive, tile_sum_p))
-tile_sum_p.def_abstract_eval(_abstract)
+splittable(tile_sum_p, _layouts, _impl)
 ad.primitive_jvps[tile_sum_p] = _jvp
 ad.primitive_transposes[tile_sum_p] = _transpose
 batching.primitive_batchers[tile_sum_p] = _batch
-mlir.register_lowering(tile_sum_p, lower_without_axes(_impl))
