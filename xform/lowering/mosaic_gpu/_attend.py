@@ -78,11 +78,13 @@ def _dropout(rate: float):
 
 def attend(
     spec: Spec, block_map: Callable, hidden: int, q, k, v, captures, context, *,
-    dtype, tiles: Tiles | None = None, interpret=None,
+    dtype, origin=(0, 0), tiles: Tiles | None = None, interpret=None,
 ):  # fmt: skip
     """The forward pass; arguments and results as of `blockwise.attend`, the output in `dtype`."""
     sizes = [max(x.shape[d] for x in (q, k, v, *captures, *context)) for d in range(hidden)]
-    run = functools.partial(_attend, spec, block_map, dtype=dtype, tiles=tiles, interpret=interpret)
+    run = functools.partial(
+        _attend, spec, block_map, origin=origin, dtype=dtype, tiles=tiles, interpret=interpret
+    )
     if all(x.shape[d] == 1 for x in (*captures, *context) for d in range(hidden)):
         # Only q, k and v differ: hidden dimensions are more of the batch.
         batch = q.shape[hidden]
@@ -90,7 +92,10 @@ def attend(
             -1, *x.shape[hidden + 1 :]
         )
         inner = lambda x: x.reshape(x.shape[hidden:])
-        out = run(*map(fold, (q, k, v)), [*map(inner, captures)], [*map(inner, context)])
+        out = run(
+            *map(fold, (q, k, v)), [*map(inner, captures)], [*map(inner, context)],
+            mods_batch=batch,
+        )  # fmt: skip
         return [x.reshape(*sizes, batch, *x.shape[1:]) for x in out]
     for size in reversed(sizes):
         run = _one_by_one(run, size)
@@ -109,39 +114,51 @@ def _one_by_one(run: Callable, size: int) -> Callable:
 
 
 def _attend(
-    spec: Spec, block_map, q, k, v, captures, context, *, dtype, tiles: Tiles | None, interpret
+    spec: Spec, block_map, q, k, v, captures, context, *,
+    origin, dtype, tiles: Tiles | None, interpret, mods_batch: int | None = None,
 ):  # fmt: skip
-    from xform.lowering.mosaic_gpu._forward import Programs, forward  # Pallas is slow to import
+    """`attend` without hidden dimensions; mods see `b % mods_batch`."""
+    # Pallas is slow to import, and only wanted where a kernel is built.
+    from xform.lowering.mosaic_gpu._call import Call, Programs, Sizes
+    from xform.lowering.mosaic_gpu._careful import careful
+    from xform.lowering.mosaic_gpu._forward import forward
+    from xform.lowering.mosaic_gpu._twins import Hardware, Twin
 
-    (_, q_len, heads, size), kv_len = q.shape, k.shape[1]
-    v_size = v.shape[-1]
+    (batch, q_len, heads, size), kv_len, v_size = q.shape, k.shape[1], v.shape[-1]
+    mods_batch = batch if mods_batch is None else mods_batch
     tiles = tiles or tiles_of(size, v_size)
     score, mask, dropout = programs(spec)
     key = context[-1] if spec.dropout else None
     context = context[:-1] if spec.dropout else context
-    mods_batch = q.shape[0]
-    positions = lambda n, tile: jnp.minimum(jnp.arange(-(-n // tile) * tile), n - 1)
-    rows = positions(q_len, tiles.rows).astype(jnp.int32)
-    cols = positions(kv_len, tiles.kv).astype(jnp.int32)
-    arrays = {
-        score: [*(x for x, group in zip(captures, spec.reads, strict=True) for _ in group),
-                *context],
-        mask: context,
-        dropout: [key],
-    }  # fmt: skip
+    positions = lambda n, tile: jnp.minimum(
+        jnp.arange(-(-n // tile) * tile, dtype=jnp.int32), n - 1
+    )
+    rows, cols = positions(q_len, tiles.rows), positions(kv_len, tiles.kv)
+    reads = [x for x, group in zip(captures, spec.reads, strict=True) for _ in group]
     operands = [
-        program.arrays(arrays[program], mods_batch, heads, rows, cols)
-        for program in (score, mask, dropout)
+        x
+        for program, arrays in ((score, [*reads, *context]), (mask, context), (dropout, [key]))
         if program is not None
+        for x in program.arrays(arrays, mods_batch, heads, origin, rows, cols)
     ]
-    steps = _steps(spec, block_map, context, mods_batch, heads, q_len, kv_len, tiles)
-    out, top, total = forward(
-        *(_padded(x) for x in (q, k, v)), steps, operands,
-        programs=Programs(score, mask, dropout, spec.scale), q_len=q_len, kv_len=kv_len,
-        mods_batch=mods_batch, tiles=tiles, dtype=dtype, interpret=interpret,
+    steps = _steps(spec, block_map, context, mods_batch, heads, origin, q_len, kv_len, tiles)
+    q, k, v = map(_padded, (q, k, v))
+    sizes = Sizes(batch, q_len, kv_len, heads, k.shape[2], q.shape[-1], v.shape[-1], mods_batch)
+    call = Call(
+        sizes, Programs(score, mask, dropout, spec.scale), tiles, q.dtype, jnp.dtype(dtype),
+        bool(steps), Twin() if interpret else Hardware(),
     )  # fmt: skip
+    out, top, total, sums = forward(call, q, k, v, steps, operands, interpret=interpret)
+    if mask is not None:
+        finite = jnp.isfinite(sums[..., :q_len]).all().astype(jnp.int32)[None]
+        out = careful(call, q, k, v, steps, operands, out, finite, interpret=interpret)
     per_row = lambda x: x[..., :q_len].swapaxes(1, 2)
     return [out[:, :q_len, :, :v_size], per_row(top), per_row(total)]
+
+
+def _positions(length: int, tile: int):
+    """The true indices of whole tiles, those of the padding clipped to the last one."""
+    return jnp.minimum(jnp.arange(-(-length // tile) * tile, dtype=jnp.int32), length - 1)
 
 
 def _padded(x):
@@ -153,11 +170,10 @@ def _padded(x):
     return jnp.pad(x, [(0, n) for n in extra]) if any(extra) else x
 
 
-def _steps(spec: Spec, block_map, context, batch, heads, q_len, kv_len, tiles: Tiles):
-    """The live tiles of each row, see `forward`; None where all tiles are full."""
-    ragged = kv_len % tiles.kv
-    if spec.mask is None and not ragged:
-        return None
+def _steps(spec: Spec, block_map, context, batch, heads, origin, q_len, kv_len, tiles: Tiles):
+    """The live tiles of each row, see `forward`; nothing where all tiles are full."""
+    if spec.mask is None and kv_len % tiles.kv == 0:
+        return ()
     b = batch if "b" in spec.mask_dims else 1
     h = heads if "h" in spec.mask_dims else 1
 
@@ -167,10 +183,14 @@ def _steps(spec: Spec, block_map, context, batch, heads, q_len, kv_len, tiles: T
             q_len=q_len, kv_len=kv_len, q_tile=tiles.rows, kv_tile=tiles.kv,
         )  # fmt: skip
         units = jax.vmap(jax.vmap(kinds, (None, 0)), (0, None))
-        return _compact(units(*(jnp.arange(n, dtype=jnp.int32) for n in (b, h))))
+        return _compact(
+            units(
+                *(x + jnp.arange(n, dtype=jnp.int32) for x, n in zip(origin, (b, h), strict=True))
+            )
+        )
 
     count = b * h * -(-q_len // tiles.rows) * -(-kv_len // tiles.kv)
-    if context or count > _CONSTANT:
+    if context or count > _CONSTANT or any(isinstance(x, jax.Array) for x in origin):
         return build(context)
     with jax.ensure_compile_time_eval():
         return tuple(np.asarray(x) for x in build(()))

@@ -87,8 +87,7 @@ class TileProgram:
     """A mod, split.
 
     Attributes:
-      jaxpr: `(score?, b, h, q, k, float(q), float(k), *operands) -> out`, scalars, of elementwise
-        equations.
+      jaxpr: `(score?, q, k, float(q), float(k), *operands) -> out`, elementwise, on scalars.
       operands: what it takes beside the indices.
       outside: `(b, h, q, k, *arrays) -> operands`, the scalar program of all operands.
       pair: what `out` depends on, `TILE` for a score.
@@ -109,12 +108,15 @@ class TileProgram:
         kinds = lambda i, f: {t for t, v in ((jnp.int32, i), (jnp.float32, f)) if v in used}
         return kinds(q, q_float), kinds(k, k_float)
 
-    def arrays(self, arrays: Sequence, batch: int, heads: int, rows, cols) -> list[jax.Array]:
+    def arrays(
+        self, arrays: Sequence, batch: int, heads: int, origin, rows, cols
+    ) -> list[jax.Array]:
         """Computes the operands.
 
         Args:
           arrays: what the mod reads: context, or captures and context.
           batch, heads: B and H.
+          origin: the b and h of the first.
           rows, cols: int32, the true indices of all rows and columns, those of the padding
             clipped.
 
@@ -126,20 +128,22 @@ class TileProgram:
         zero = jnp.zeros((), jnp.int32)
         sides = {ROW: (rows, zero), COL: (zero, cols), BAND: (differences, zero)}
         return [
-            self._array(n, operand, arrays, batch, heads, sides.get(operand.pair, (zero, zero)))
+            self._array(
+                n, operand, arrays, (batch, heads), origin, sides.get(operand.pair, (zero, zero))
+            )
             for n, operand in enumerate(self.operands)
         ]
 
-    def _array(self, n: int, operand: Operand, arrays, batch: int, heads: int, side):
+    def _array(self, n: int, operand: Operand, arrays, sizes, origin, side):
         """Operand `n` at all indices that it depends on."""
         f = lambda b, h, q, k: self.outside(b, h, q, k, *arrays)[n]
         if operand.pair != SCALAR:
             f = jax.vmap(f, in_axes=(None, None, *(0 if x.ndim else None for x in side)))
         index = []
-        for dim, name, size in ((1, "h", heads), (0, "b", batch)):
-            along = name in operand.heads
+        for dim, name in ((1, "h"), (0, "b")):
             f = jax.vmap(f, in_axes=tuple(0 if d == dim else None for d in range(4)))
-            index.insert(0, jnp.arange(size if along else 1, dtype=jnp.int32))
+            count = sizes[dim] if name in operand.heads else 1
+            index.insert(0, origin[dim] + jnp.arange(count, dtype=jnp.int32))
         return f(*index, *side).astype(operand.stored)
 
 
@@ -174,7 +178,7 @@ class _Splitter:
             if not needed.isdisjoint(eqn.outvars):
                 needed |= {v for v in eqn.invars if isinstance(v, Var)}
         self.inside = [eqn for eqn in self.inside if not needed.isdisjoint(eqn.outvars)]
-        made = {v for eqn in self.inside for v in eqn.outvars} | set(self.indices)
+        made = {v for eqn in self.inside for v in eqn.outvars} | set(self.indices[2:])
         made |= set(jaxpr.invars[:score])
         self.frontier = [v for v in self._order() if v in needed and v not in made]
 
@@ -232,8 +236,8 @@ class _Splitter:
 
     def _tile_jaxpr(self) -> Jaxpr:
         """What runs inside, without what it does not need."""
-        head = [*self.jaxpr.invars[: self.score], *self.indices]
         pair = self.indices[2:]
+        head = [*self.jaxpr.invars[: self.score], *pair]
 
         def program(*args):
             n = len(head)

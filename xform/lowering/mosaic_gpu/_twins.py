@@ -48,6 +48,10 @@ class Hardware:
         del v
         plgpu.wgmma_wait(0)
 
+    def tile(self, buffer):
+        """A tile of shared memory as values."""
+        return plgpu.load(buffer, layout=plgpu.Layout.WGMMA)
+
     def column(self, buffer):
         """A vector over columns, from shared memory."""
         return plgpu.load(buffer, layout=plgpu.Layout.WGMMA.reduce(0), optimized=False)
@@ -105,6 +109,9 @@ class Twin:
 
     def wait(self, v):
         _read_again(v)
+
+    def tile(self, buffer):
+        return buffer[...]
 
     def column(self, buffer):
         x = buffer[...]
