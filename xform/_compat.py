@@ -49,6 +49,14 @@ def lower_with_devices(primitive: Primitive) -> None:
     prim_requires_devices_during_lowering.add(primitive)
 
 
+def compute_capability(ctx) -> str | None:
+    """Returns that of the GPUs that a program is lowered for; None if they are not here."""
+    backend = ctx.module_context.backend
+    if backend is None or backend.platform not in ("gpu", "cuda"):
+        return None
+    return getattr(backend.local_devices()[0], "compute_capability", None)
+
+
 def register_plugins() -> None:
     """Makes the installed platforms known, without starting them."""
     xla_bridge._discover_and_register_pjrt_plugins()

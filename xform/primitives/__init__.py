@@ -3,6 +3,7 @@
 from xform.primitives.attention import Aux as Aux
 from xform.primitives.attention import flex_attention as flex_attention
 from xform.primitives.attention import flex_attention_p as flex_attention_p
+from xform.primitives.attention import which as which
 from xform.primitives.masks import Mask as Mask
 from xform.primitives.masks import causal as causal
 from xform.primitives.masks import documents as documents

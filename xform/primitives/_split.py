@@ -34,8 +34,9 @@ from jax.extend.core import Primitive
 from jax.interpreters import mlir
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from xform._compat import apply_primitive, lower_with_devices
+from xform._compat import apply_primitive, compute_capability, lower_with_devices
 from xform.lowering._tile_fn import COL, ROW, Kind
+from xform.primitives._choose import Device
 
 type Axes = tuple[str, ...]
 type Specs = Sequence[tuple[Axes, ...]]
@@ -250,14 +251,17 @@ def splittable(primitive: Primitive, layouts: Callable, impl: Callable) -> None:
     Args:
       primitive: with several results.
       layouts: `layouts(*avals, **params) -> Layouts`.
-      impl: `impl(*args, origin, outs, **params)`, on the operands of one device: `origin` is the b
-        and h of their first, `outs` are the shapes and dtypes of the results.
+      impl: `impl(*args, origin, outs, device, **params)`, on the operands of one device: `origin`
+        is the b and h of their first, `outs` are the shapes and dtypes of the results, `device`
+        says what they are lowered for.
     """
 
-    def rule(ctx, *args, **params):
+    def rule(ctx, *args, platform=None, **params):
+        platform = platform or "/".join(ctx.module_context.platforms)
+        device = Device(platform, compute_capability(ctx) if platform == "cuda" else None)
         operands, on = ctx.avals_in, ctx.module_context.axis_context
         mesh, layout = operands[0].sharding.mesh, layouts(*operands, **params)
-        local = partial(impl, **params)
+        local = partial(impl, device=device, **params)
         if not mesh.empty and mesh.size > 1 and set(mesh.axis_types) == {AxisType.Explicit}:
             f = _in_types(local, layout, operands)
             return mlir.lower_fun(f, multiple_results=True)(ctx, *args)
@@ -274,4 +278,5 @@ def splittable(primitive: Primitive, layouts: Callable, impl: Callable) -> None:
         lambda *avals, **params: _result_types(layouts(*avals, **params), avals)
     )
     mlir.register_lowering(primitive, rule)
+    mlir.register_lowering(primitive, partial(rule, platform="cuda"), platform="cuda")
     lower_with_devices(primitive)

@@ -27,10 +27,11 @@ from jax.interpreters import ad, batching
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float
 
-from xform.lowering import blockwise, reference
+from xform.lowering import blockwise, mosaic_gpu, reference
 from xform.lowering._dropout import threefry
 from xform.lowering._spec import Spec
 from xform.lowering._tile_fn import COL, ROW, Attend, Jvp, Peak, base
+from xform.primitives._choose import IMPLEMENTATIONS, Choice, Device, choose
 from xform.primitives._mods import take_apart
 from xform.primitives._rules import add_hidden_dim, broadcast_like, hidden_sizes, join_axes
 from xform.primitives._split import Layout, Layouts, splittable
@@ -53,7 +54,6 @@ class Aux(NamedTuple):
 
 
 _AUX = ("lse", "max")
-_IMPLEMENTATIONS = (None, "blockwise", "reference")
 
 
 class _Options(TypedDict, total=False):
@@ -114,13 +114,15 @@ def flex_attention(
       aux: names of further results, a tuple of "lse" and "max".
       deterministic: whether a second run must give the same bits; False lets a lowering add in any
         order, if that is faster.
-      implementation: "blockwise" (any device), "reference" (dense, for tests), or None to choose.
+      implementation: "blockwise" (any device), "mosaic_gpu" (a kernel for NVIDIA's Hopper, forward
+        pass only), "reference" (dense, for tests), or None to choose: see `which`.
 
     Returns:
       The output in the dtype of q; with a non-empty `aux`, `(output, Aux)`.
 
     Raises:
       ValueError: on shapes, dtypes, mods or names that do not fit, all that is wrong at once.
+      NotImplementedError: if what was asked for by name can't run, with all reasons.
 
     >>> import jax, jax.numpy as jnp
     >>> from xform import causal, flex_attention
@@ -137,7 +139,9 @@ def flex_attention(
     scale = max(1, q.shape[-1]) ** -0.5 if scale is None else scale
     size = v.shape[-1]
     q, k, v = (jnp.pad(x, [*[(0, 0)] * 3, (0, 1)]) if x.shape[-1] == 0 else x for x in (q, k, v))
-    attend = reference.attend if implementation == "reference" else _attend
+    attend = reference.attend
+    if implementation != "reference":
+        attend = partial(_attend, implementation=implementation)
     out, lse, *peak = attend(
         q, k, v, score_mod=score_mod, mask_mod=mask_mod, scale=scale, peak="max" in aux,
         dropout_rate=float(dropout_rate), dropout_key=dropout_rate and _key_data(dropout_key),
@@ -149,8 +153,23 @@ def flex_attention(
     return (out, Aux(**{name: results[name] for name in aux})) if aux else out
 
 
-def _attend(q, k, v, *, score_mod, mask_mod, scale, dropout_rate, dropout_key, peak):
+def _attend(
+    q, k, v, *, score_mod, mask_mod, scale, dropout_rate, dropout_key, peak, implementation
+):
     """Output, log-sum-exp and, with `peak`, the maximum, by the primitive."""
+    spec, captures, context = _traced(q, score_mod, mask_mod, scale, dropout_rate)
+    if implementation is not None:
+        choose(implementation, spec, q.shape, *v.shape[1::2], peak=peak, device=None)
+    context = (*context, dropout_key) if dropout_rate else context
+    out, top, total, *maximum = flex_attention_p.bind(
+        *join_axes((q, k, v, *captures, *context)),
+        spec=spec, hidden=0, dtype=spec.dtype, peak=peak, implementation=implementation,
+    )  # fmt: skip
+    return out, _log_sum(top, total), *maximum[:1]
+
+
+def _traced(q, score_mod, mask_mod, scale, dropout_rate):
+    """The user's program, the arrays that its score reads, and those that masks and indices do."""
     if isinstance(scale, jax.Array):  # it may be traced, and has a gradient: a capture like others
         score_mod, scale = partial(_scaled, score_mod, scale), 1.0
     mods = take_apart(score_mod, mask_mod, jnp.promote_types(q.dtype, jnp.float32))
@@ -158,12 +177,41 @@ def _attend(q, k, v, *, score_mod, mask_mod, scale, dropout_rate, dropout_key, p
         float(scale), jnp.dtype(q.dtype),
         mods.score, mods.reads, mods.mask, mods.mask_dims, dropout_rate,
     )  # fmt: skip
-    context = (*mods.context, dropout_key) if dropout_rate else mods.context
-    args = join_axes((q, k, v, *mods.captures, *context))
-    out, top, total, *maximum = flex_attention_p.bind(
-        *args, spec=spec, hidden=0, dtype=spec.dtype, peak=peak
-    )
-    return out, _log_sum(top, total), *maximum[:1]
+    return spec, mods.captures, mods.context
+
+
+def which(
+    q: Array, k: Array, v: Array, *, aux: Sequence[str] = (), **options: Unpack[_Options]
+) -> Choice:
+    """Returns which implementation `flex_attention` of these arguments runs here, and why.
+
+    Args:
+      q, k, v: as for `flex_attention`; only shapes and dtypes count.
+      aux, **options: as for `flex_attention`.
+
+    Returns:
+      `(name, why)`: for the forward pass on the device where such arrays are put by default.
+
+    Raises:
+      NotImplementedError: if what was asked for by name can't run, with all reasons.
+
+    >>> import jax, jax.numpy as jnp
+    >>> from xform import which
+    >>> q, k, v = jnp.ones((3, 1, 64, 4, 16))
+    >>> which(q, k, v, implementation="blockwise")
+    Choice(name='blockwise', why='asked for by name')
+    """
+    scale = options.get("scale")
+    spec, *_ = _traced(
+        q, options.get("score_mod"), options.get("mask_mod"),
+        q.shape[-1] ** -0.5 if scale is None else scale, float(options.get("dropout_rate", 0.0)),
+    )  # fmt: skip
+    here = jax.devices()[0]
+    name = {"gpu": "cuda"}.get(here.platform, here.platform)
+    return choose(
+        options.get("implementation"), spec, q.shape, *v.shape[1::2], peak="max" in aux,
+        device=Device(name, getattr(here, "compute_capability", None)),
+    )  # fmt: skip
 
 
 def _key_data(key):
@@ -204,7 +252,7 @@ def _split(args: Sequence, spec: Spec):
     return *args[:3], args[3:n], args[n:]
 
 
-def _structs(args, spec: Spec, hidden: int, dtype, peak: bool):
+def _structs(args, spec: Spec, hidden: int, dtype, peak: bool, **_):
     """Of each row, shapes and dtypes of the output, the maximum and the sum.
 
     With `peak`, the maximum once more, as a function of the operands, and the key that has it.
@@ -234,28 +282,42 @@ def _layouts(*args, spec, hidden, **params) -> Layouts:
     )
 
 
-def _impl(*args, origin, outs, spec, hidden, dtype, peak):
+def _impl(*args, origin, outs, device, spec, hidden, dtype, peak, implementation):
     q, k, v, captures, context = _split(args, spec)
     if 0 in (*q.shape, *k.shape, *hidden_sizes(args, hidden)):
         nothing = (0, -jnp.inf, 0, -jnp.inf, -1)
         return [jnp.full(s.shape, x, s.dtype) for s, x in zip(outs, nothing, strict=False)]
-    out, top, total, *argmax = blockwise.attend(
-        spec, block_map, hidden, q, k, v, captures, context, origin=origin, peak=peak
+    chosen, _ = choose(
+        implementation, spec, q.shape, *v.shape[hidden + 1 :: 2], peak=peak, device=device
     )
+    arrays = (hidden, q, k, v, captures, context)
+    if chosen == "mosaic_gpu":
+        return mosaic_gpu.attend(spec, block_map, *arrays, origin=origin, dtype=dtype)
+    out, top, total, *argmax = blockwise.attend(spec, block_map, *arrays, origin=origin, peak=peak)
     return [out.astype(dtype), top, total, *((top, *argmax) if peak else ())]
 
 
-def _jvp(primals, tangents, *, spec, hidden, dtype, peak):
+def _jvp(primals, tangents, *, spec, hidden, dtype, peak, implementation):
     """`out = A / L` at a fixed maximum and a fixed `norm`, so `d out = (dA - out dL) / L`.
 
     L is 1 here, but has derivatives (see `Attend`). Transposed, with `do` the cotangent of the
     output, A gets `do` and L gets `-(out . do)`, the "delta" of FlashAttention. The output is kept
     unrounded for it: at a narrow dtype its rounding would be the largest error of every gradient.
     """
+    if implementation == "mosaic_gpu":
+        raise NotImplementedError(
+            '`implementation="mosaic_gpu"` has no derivatives yet. Leave the choice open with '
+            "`implementation=None`: the forward pass is the kernel all the same."
+        )
     q, k, v, captures, context = _split(primals, spec)
     dq, dk, dv, dcaptures, _ = _split(tangents, spec)
     out, top, total, *maximum = flex_attention_p.bind(
-        *primals, spec=spec, hidden=hidden, dtype=spec.wide, peak=peak
+        *primals,
+        spec=spec,
+        hidden=hidden,
+        dtype=spec.wide,
+        peak=peak,
+        implementation=implementation,
     )
     moving = (dq, None, None, dk, dv, *dcaptures)
     nonzero = tuple(t is not None and type(t) is not ad.Zero for t in moving)
@@ -325,8 +387,8 @@ def _check(q, k, v, sinks, dropout_rate, dropout_key, aux, implementation) -> No
         wrong.append(f"`dropout_key` has shape {dropout_key.shape}; needed is one key")
     if unknown := [name for name in aux if name not in _AUX]:
         wrong.append(f"`aux` asks for {unknown}; there is {list(_AUX)}")
-    if implementation not in _IMPLEMENTATIONS:
-        wrong.append(f"`implementation` is {implementation!r}; there is {list(_IMPLEMENTATIONS)}")
+    if implementation not in IMPLEMENTATIONS:
+        wrong.append(f"`implementation` is {implementation!r}; there is {list(IMPLEMENTATIONS)}")
     if wrong:
         raise ValueError("flex_attention: " + "; ".join(wrong) + ".")
 

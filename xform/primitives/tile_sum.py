@@ -72,7 +72,8 @@ def _layouts(*args, fn, hidden, outs) -> Layouts:
     return Layouts(tuple(of(*x) for x in inputs), tuple(of(*x) for x in results))
 
 
-def _impl(*args, origin, outs, fn, hidden):
+def _impl(*args, origin, outs, device, fn, hidden):
+    del device  # one lowering for all
     operands, context = _split(args, fn)
     sides = [x for x, kind in zip(operands, fn.operands, strict=True) if kind in (ROW, COL)]
     if 0 in hidden_sizes(args, hidden) or any(0 in x.shape for x in sides):
