@@ -32,11 +32,11 @@ def over_range(x: Interval, first: Array, last: Array) -> Interval:
     """The union of `x[i]` over `first <= i <= last`.
 
     Args:
-        x: an interval whose arrays are `[n, *rest]`, n > 0.
-        first, last: int32 of one shape, `0 <= first <= last < n`.
+      x: an interval whose arrays are `[n, *rest]`, n > 0.
+      first, last: int32 of one shape, `0 <= first <= last < n`.
 
     Returns:
-        An interval whose arrays are `[*first.shape, *rest]`.
+      An interval whose arrays are `[*first.shape, *rest]`.
     """
     n, *rest = x.lo.shape
     # A wide row costs as much to read as to look up, and its table should be small.
@@ -83,12 +83,12 @@ def read(x: Array, indices: Mapping[int, Interval]) -> Interval:
     """The values of `x` where the indices of some dimensions are intervals.
 
     Args:
-        x: an array of a dtype with an order.
-        indices: for a dimension, which elements take its place: in-range intervals of shape `[s]`.
-            Indices of several dimensions combine as a product.
+      x: an array of a dtype with an order.
+      indices: for a dimension, which elements take its place: in-range intervals of shape `[s]`.
+        Indices of several dimensions combine as a product.
 
     Returns:
-        An interval of the shape of `x`, with these dimensions replaced.
+      An interval of the shape of `x`, with these dimensions replaced.
     """
     out = point(x[None, None])
     for dim, index in indices.items():

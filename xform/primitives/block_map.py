@@ -44,16 +44,16 @@ def block_map(
     most `PARTIAL`; what the mask says out there has no influence.
 
     Args:
-        mask: a jaxpr without constants, `(b, h, q_idx, kv_idx, *captures) -> bool`, all but the
-            captures int32 scalars; None hides nothing.
-        captures: the arrays that the mask reads.
-        b, h: the batch and head, scalars.
-        q_len, kv_len: how many queries and keys there are; may be 0.
-        q_tile, kv_tile: how many of each make a tile.
+      mask: a jaxpr without constants, `(b, h, q_idx, kv_idx, *captures) -> bool`, all but the
+        captures int32 scalars; None hides nothing.
+      captures: the arrays that the mask reads.
+      b, h: the batch and head, scalars.
+      q_len, kv_len: how many queries and keys there are; may be 0.
+      q_tile, kv_tile: how many of each make a tile.
 
     Returns:
-        `EMPTY`, `PARTIAL` or `FULL` of each of the `ceil(q_len / q_tile)` by
-        `ceil(kv_len / kv_tile)` tiles.
+      `EMPTY`, `PARTIAL` or `FULL` of each of the `ceil(q_len / q_tile)` by
+      `ceil(kv_len / kv_tile)` tiles.
 
     >>> i = jnp.int32(0)
     >>> causal = jax.make_jaxpr(lambda b, h, q, k: q >= k)(i, i, i, i)
