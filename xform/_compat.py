@@ -57,6 +57,13 @@ def compute_capability(ctx) -> str | None:
     return getattr(backend.local_devices()[0], "compute_capability", None)
 
 
+def found_races() -> bool:
+    """Returns whether the interpreter of GPU kernels saw a race; 0.12 raises where 0.11 prints."""
+    from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
+
+    return gpu_callbacks.get_races().races_found
+
+
 def register_plugins() -> None:
     """Makes the installed platforms known, without starting them."""
     xla_bridge._discover_and_register_pjrt_plugins()

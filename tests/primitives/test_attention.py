@@ -366,7 +366,7 @@ def test_a_mod_that_returns_something_else_is_named():
         return jnp.full(8, score)
 
     with pytest.raises(
-        ValueError, match=r"`score_mod` must return .*`by_row` returned float32\[8\]"
+        ValueError, match=r"`score_mod` must return .*`by_row` .* returned float32\[8\]"
     ):
         flex_attention(x, x, x, score_mod=by_row)
     with pytest.raises(ValueError, match=r"`dropout_rate` is 1.5; .* there is no `dropout_key`"):

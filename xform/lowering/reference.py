@@ -37,7 +37,7 @@ def attend(q, k, v, *, score_mod, mask_mod, scale, dropout_rate, dropout_key, pe
     total = weights.sum(-1, keepdims=True)
     safe = jnp.where(total == 0, 1, total)
     seen = jnp.einsum("bhts,bhsv->bhtv", visible.astype(wide), 1 - jnp.isfinite(v).astype(wide))
-    weights = weights / safe
+    weights = jnp.where(visible, weights / safe, 0)
     if dropout_rate:
         weights = weights * everywhere(partial(kept, dropout_key, dropout_rate), b, h, t, s)
     out = _product("bhts,bhsv->bhtv", weights, _clean(v), seen == 0)

@@ -37,10 +37,10 @@ class Interval:
     """The values that one number, or an array of them, takes in each tile.
 
     Attributes:
-        lo, hi: the least and the greatest, `[rows, cols, *shape]`; 1 in place of rows or cols where
-            they do not matter. Both NaN where the value may be NaN.
-        residues: for integers read from an array, bit `i` says that some value is `i` modulo 32:
-            tells apart sets of ids whose ranges overlap. None where not known.
+      lo, hi: the least and the greatest, `[rows, cols, *shape]`; 1 in place of rows or cols where
+        they do not matter. Both NaN where the value may be NaN.
+      residues: for integers read from an array, bit `i` says that some value is `i` modulo 32:
+        tells apart sets of ids whose ranges overlap. None where not known.
     """
 
     lo: Array

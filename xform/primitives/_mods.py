@@ -13,6 +13,7 @@ Programs are interned: a new closure over another array, but with the same code,
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Callable, Collection, Sequence
 
 import jax
@@ -138,7 +139,15 @@ class Traced:
 
 def _trace(name: str, mod: Callable, *score) -> Traced:
     """Traces `mod(*score, b, h, q_idx, kv_idx)` and evaluates what depends on none of them."""
-    jaxpr, shape = jax.make_jaxpr(mod, return_shape=True)(*score, *[_INDEX] * 4)
+    _check_signature(name, mod, "score, " * len(score) + "b, h, q_idx, kv_idx")
+    try:
+        jaxpr, shape = jax.make_jaxpr(mod, return_shape=True)(*score, *[_INDEX] * 4)
+    except tuple(_CURES) as error:
+        cure = next(cure for kind, cure in _CURES.items() if isinstance(error, kind))
+        raise TypeError(
+            f"`{name}` {_called(mod)} is traced once for all scores, so Python can't know the "
+            f"values of its arguments: {cure}. {str(error).splitlines()[0]}"
+        ) from error
     _check_result(name, mod, shape, jnp.floating if score else jnp.bool_)
     consts = join_axes([jnp.asarray(x) for x in jaxpr.consts])
     # Traced again without the types of shard_map, which a lowering knows nothing about.
@@ -162,6 +171,12 @@ def _trace(name: str, mod: Callable, *score) -> Traced:
 
 def _bind(eqn: JaxprEqn, *args):
     """Runs one equation as it is; returns what its primitive does."""
+    axes = eqn.params.get("axis_name", eqn.params.get("axes"))
+    if eqn.effects and axes:
+        raise NotImplementedError(
+            f"a mod may not ask which device it runs on: `{eqn.primitive.name}` over {axes!r} "
+            f"(at {source_line(eqn)}). Call it before, and let the mod read what it gives."
+        )
     if eqn.effects:
         raise NotImplementedError(
             f"a mod must be a pure function of its arguments: `{eqn.primitive.name}` has side "
@@ -184,6 +199,22 @@ _KEEP = {
     ("jit", "remainder"): lambda x, y, **_: jnp.remainder(x, y),
     "pvary": lambda x, **_: x,
     "pcast": lambda x, **_: x,
+}
+
+# What Python asks of a traced value, and what to write instead.
+_CURES = {
+    jax.errors.TracerBoolConversionError: (
+        "write `jnp.where(condition, x, y)` for `x if condition else y`, `&`, `|` and `~` for "
+        "`and`, `or` and `not`, and `(a <= x) & (x < b)` for `a <= x < b`"
+    ),
+    jax.errors.TracerArrayConversionError: (
+        "make a NumPy array that it indexes a JAX one, `jnp.asarray(array)[q_idx]`, and use "
+        "`jax.numpy` for `numpy`"
+    ),
+    jax.errors.TracerIntegerConversionError: (
+        "make a list that it indexes an array, `jnp.asarray(items)[q_idx]`"
+    ),
+    jax.errors.ConcretizationTypeError: "compute with `jax.numpy`, not with Python's numbers",
 }
 
 _GATHERS = ("gather", "dynamic_slice")
@@ -211,6 +242,12 @@ def _reads(score: Traced, context: list[Var]) -> dict[Var, dict[Var, Read]]:
             reads.setdefault(_var(eqn.invars[0]), {})[out] = _read(score, eqn, context)
     for v in score.captured([score.out], stop=gathers):
         reads.setdefault(v, {})[v] = Read(shape=score.known[v].shape)
+    if found := [score.known[v] for v in reads if jnp.iscomplexobj(score.known[v])]:
+        found = ", ".join(f"{x.dtype}{list(x.shape)}" for x in found)
+        raise ValueError(
+            f"`score_mod` reads complex arrays ({found}): take their parts before it indexes them, "
+            "`x.real[q_idx]` for `x[q_idx].real`."
+        )
     return reads
 
 
@@ -292,6 +329,28 @@ def _struct(x) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(x.shape, x.dtype)
 
 
+def _called(mod: Callable) -> str:
+    """The user's name of a mod, and where it is written."""
+    function = inspect.unwrap(mod)
+    code = getattr(function, "__code__", None)
+    name = f"`{getattr(function, '__name__', mod)}`"
+    return f"{name} ({code.co_filename}:{code.co_firstlineno})" if code else name
+
+
+def _check_signature(name: str, mod: Callable, arguments: str) -> None:
+    try:
+        signature = inspect.signature(mod)
+    except (TypeError, ValueError):  # some callables have none
+        return
+    try:
+        signature.bind(*arguments.split(", "))
+    except TypeError as error:
+        raise TypeError(
+            f"`{name}` is called as `{name}({arguments})`, and {_called(mod)} takes {signature}: "
+            f"{error}."
+        ) from None
+
+
 def _check_result(name: str, mod: Callable, shape, kind) -> None:
     what = "a bool" if kind is jnp.bool_ else "a floating-point number"
     ok = hasattr(shape, "shape") and shape.shape == () and jnp.issubdtype(shape.dtype, kind)
@@ -299,7 +358,7 @@ def _check_result(name: str, mod: Callable, shape, kind) -> None:
         found = jax.tree.map(lambda x: x.dtype.name + str(list(x.shape)), shape)
         raise ValueError(
             f"`{name}` must return {what}, one scalar per score: "
-            f"`{getattr(mod, '__name__', mod)}` returned {found}. A mod is called with scalars "
+            f"{_called(mod)} returned {found}. A mod is called with scalars "
             f"({
                 'score, ' if kind is jnp.floating else ''
             }b, h, q_idx, kv_idx), not with arrays of them."

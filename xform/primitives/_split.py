@@ -83,10 +83,17 @@ class Layout:
 
 @dataclasses.dataclass(frozen=True)
 class Layouts:
-    """The layouts of the operands and results of one call of a primitive."""
+    """The layouts of the operands and results of one call of a primitive.
+
+    Attributes:
+      operands, results: one each.
+      local: whether a device can do its part alone. If not, explicit axes may split nothing, and
+        XLA's partitioner sees the program as it is.
+    """
 
     operands: tuple[Layout, ...]
     results: tuple[Layout, ...]
+    local: bool = True
 
     def axes(self, specs: Specs, sizes: Mapping[str, int], *, strict: bool) -> dict[str, Axes]:
         """The mesh axes that split each named dimension.
@@ -173,10 +180,10 @@ def _result_types(layouts: Layouts, operands: Sequence[ShapedArray]) -> list[Sha
         return [ShapedArray(x.shape, x.dtype) for x in layouts.results]
     axes, specs = {}, _explicit(operands)
     if any(map(any, specs)):
-        if AxisType.Manual in mesh.axis_types:
+        if AxisType.Manual in mesh.axis_types or not layouts.local:
             raise NotImplementedError(
-                "flex_attention inside `jax.shard_map` got arrays that are split by an axis of the "
-                f"mesh outside of its `axis_names`: {', '.join(map(str, operands))}. Name it there."
+                f"arrays are split by explicit axes of the mesh: {', '.join(map(str, operands))}. "
+                "Do this inside `jax.shard_map`, with these axes among its `axis_names`."
             )
         axes = layouts.axes(specs, mesh.shape, strict=True)
     varying = operands[0].manual_axis_type
@@ -262,13 +269,15 @@ def splittable(primitive: Primitive, layouts: Callable, impl: Callable) -> None:
         operands, on = ctx.avals_in, ctx.module_context.axis_context
         mesh, layout = operands[0].sharding.mesh, layouts(*operands, **params)
         local = partial(impl, device=device, **params)
-        if not mesh.empty and mesh.size > 1 and set(mesh.axis_types) == {AxisType.Explicit}:
+        explicit = not mesh.empty and mesh.size > 1 and set(mesh.axis_types) == {AxisType.Explicit}
+        if explicit and layout.local:
             f = _in_types(local, layout, operands)
             return mlir.lower_fun(f, multiple_results=True)(ctx, *args)
         # Inside `shard_map` a device's program is the whole program.
-        single = hasattr(on, "manual_axes") or getattr(on, "num_devices", 1) == 1
+        several = getattr(on, "num_devices", 1) > 1 and not hasattr(on, "manual_axes")
         whole = partial(local, origin=(0, 0), outs=layout.results)
-        f = whole if single else _in_partitioner(local, layout, whole)
+        split = several and layout.local
+        f = _in_partitioner(local, layout, whole) if split else whole
         strip = lambda avals: [ShapedArray(a.shape, a.dtype) for a in avals]
         ctx = ctx.replace(avals_in=strip(ctx.avals_in), avals_out=strip(ctx.avals_out))
         return mlir.lower_fun(f, multiple_results=True)(ctx, *args)

@@ -54,6 +54,7 @@ class Aux(NamedTuple):
 
 
 _AUX = ("lse", "max")
+_DTYPES = ("bfloat16", "float16", "float32", "float64")
 
 
 class _Options(TypedDict, total=False):
@@ -171,7 +172,8 @@ def _attend(
 def _traced(q, score_mod, mask_mod, scale, dropout_rate):
     """The user's program, the arrays that its score reads, and those that masks and indices do."""
     if isinstance(scale, jax.Array):  # it may be traced, and has a gradient: a capture like others
-        score_mod, scale = partial(_scaled, score_mod, scale), 1.0
+        scaled = partial(_scaled, score_mod, scale)
+        score_mod, scale = functools.update_wrapper(scaled, score_mod or _scaled), 1.0
     mods = take_apart(score_mod, mask_mod, jnp.promote_types(q.dtype, jnp.float32))
     spec = Spec(
         float(scale), jnp.dtype(q.dtype),
@@ -375,10 +377,12 @@ def _check(q, k, v, sinks, dropout_rate, dropout_key, aux, implementation) -> No
             wrong.append(
                 f"`{name}` has shape {x.shape}; needed are 4 dimensions, [B, length, heads, size]"
             )
-        if not jnp.issubdtype(x.dtype, jnp.floating):
-            wrong.append(f"`{name}` has dtype {x.dtype}; needed is a floating-point dtype")
+        if x.dtype not in _DTYPES:
+            wrong.append(f"`{name}` has dtype {x.dtype}; needed is one of {', '.join(_DTYPES)}")
     if not wrong:
         wrong += _misfits(q, k, v, sinks)
+    if isinstance(dropout_rate, jax.Array):
+        raise ValueError("flex_attention: `dropout_rate` is an array; needed is a Python number.")
     if not 0 <= dropout_rate < 1:
         wrong.append(f"`dropout_rate` is {dropout_rate}; needed is a probability below 1")
     if dropout_rate and dropout_key is None:
@@ -424,4 +428,6 @@ def _misfits(q, k, v, sinks) -> list[str]:
         wrong.append(f"{h} query heads are no multiple of {kv} key/value heads")
     if sinks is not None and sinks.shape != (h,):
         wrong.append(f"`sinks` has shape {sinks.shape}; needed is one per query head, ({h},)")
+    if sinks is not None and not jnp.issubdtype(sinks.dtype, jnp.floating):
+        wrong.append(f"`sinks` has dtype {sinks.dtype}; needed is a floating-point dtype")
     return wrong

@@ -21,7 +21,10 @@ SCORES = {
         lambda s, b, h, q, k: s + TABLE[0, jnp.log2(jnp.abs(q - k) + 1.0).astype(int)],
         [("", BAND)],
     ),
-    "row and column": (lambda s, b, h, q, k: s * TABLE[h, q] + TABLE[0, k], [("h", ROW), ("", COL)]),
+    "row and column": (
+        lambda s, b, h, q, k: s * TABLE[h, q] + TABLE[0, k],
+        [("h", ROW), ("", COL)],
+    ),
     "branch": (lambda s, b, h, q, k: jax.lax.cond(q > k, lambda: s, lambda: -s), []),
 }
 MASKS = {
@@ -57,9 +60,9 @@ def dense(program, arrays, *score):
         return jax.extend.core.jaxpr_as_fun(program.jaxpr)(*score, *indices, *values)[0]
 
     over = lambda f, n: jax.vmap(jax.vmap(f, (None, 0, *[0] * n)), (0, None, *[0] * n))
-    return jax.vmap(
-        lambda h, *s: over(lambda q, k, *s: at(h, q, k, *s), len(s))(index, index, *s)
-    )(jnp.arange(HEADS), *score)
+    return jax.vmap(lambda h, *s: over(lambda q, k, *s: at(h, q, k, *s), len(s))(index, index, *s))(
+        jnp.arange(HEADS), *score
+    )
 
 
 @pytest.mark.parametrize("name", SCORES)
@@ -69,8 +72,10 @@ def test_scores_split_and_joined_are_the_same(name):
     assert [(x.heads, x.pair) for x in program.operands] == operands
     score = jax.random.normal(jax.random.key(1), (HEADS, LENGTH, LENGTH))
     h, q, k = jnp.ogrid[:HEADS, :LENGTH, :LENGTH]
-    expected = jax.vmap(jax.vmap(jax.vmap(mod, (0, *[None] * 3, 0)), (0, None, None, 0, None)),
-                        (0, None, 0, None, None))(score, 1, h.ravel(), q.ravel(), k.ravel())  # fmt: skip
+    expected = jax.vmap(mod, (0, *[None] * 3, 0))
+    expected = jax.vmap(expected, (0, None, None, 0, None))
+    expected = jax.vmap(expected, (0, None, 0, None, None))
+    expected = expected(score, 1, h.ravel(), q.ravel(), k.ravel())
     np.testing.assert_allclose(dense(program, arrays, score), expected, rtol=1e-6, atol=1e-6)
 
 
@@ -96,7 +101,10 @@ def test_no_gather_and_no_division_inside():
 @pytest.mark.parametrize(
     ("mod", "message"),
     [
-        (lambda s, b, h, q, k: s + TABLE[q % HEADS, k], "a read of an array at an index that mixes"),
+        (
+            lambda s, b, h, q, k: s + TABLE[q % HEADS, k],
+            "a read of an array at an index that mixes",
+        ),
         (lambda s, b, h, q, k: s + jnp.sort(jnp.stack([s, s]))[0], "`sort`"),
     ],
 )

@@ -21,7 +21,7 @@ class Tiles:
     q: int = 64
     kv: int = 128
     stages: int = 2
-    in_turns: bool = True
+    in_turns: bool = False
 
     @property
     def rows(self) -> int:
@@ -31,4 +31,13 @@ class Tiles:
 
 def tiles_of(qk_size: int, v_size: int) -> Tiles:
     """The tiles for heads of these sizes."""
-    return Tiles() if max(qk_size, v_size) <= 128 else Tiles(kv=64)
+    size = max(qk_size, v_size)
+    return next(tiles for most, tiles in _H200 if size <= most)
+
+
+_H200 = (
+    (64, Tiles(warpgroups=3, in_turns=True)),
+    (128, Tiles()),
+    (256, Tiles(kv=64)),
+)
+"""By the largest head size: the fastest of those timed on an H200 (`benchmarks/RESULTS.md`)."""
