@@ -192,6 +192,7 @@ def flex_torch(row: Row) -> Callable:
 
     (q, k, v), slopes, table = torch_inputs(row)
     ids = torch.arange(row.t, device="cuda") // DOCUMENT
+    torch._dynamo.reset()  # or it gives up on a function that it has compiled for many masks
     mask, blocks = mask_of(row.mask, ids), None
     if mask is not None:
         blocks = torch.compile(create_block_mask)(mask, None, None, row.t, row.t, device="cuda")

@@ -52,9 +52,8 @@ def lower_with_devices(primitive: Primitive) -> None:
 def compute_capability(ctx) -> str | None:
     """Returns that of the GPUs that a program is lowered for; None if they are not here."""
     backend = ctx.module_context.backend
-    if backend is None or backend.platform not in ("gpu", "cuda"):
-        return None
-    return getattr(backend.local_devices()[0], "compute_capability", None)
+    devices = backend.local_devices() if backend is not None else []
+    return next((getattr(d, "compute_capability", None) for d in devices), None)
 
 
 def found_races() -> bool:
