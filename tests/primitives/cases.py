@@ -103,8 +103,10 @@ class Case:
         total = rows(jax.ops.segment_sum, e) + sink
         empty = total == 0
         safe = jnp.where(empty, 1, total)
-        p = (e / safe[row]).astype(dtype)
-        out = rows(jax.ops.segment_sum, p[:, None].astype(wide) * v.astype(wide))
+        # Rounded as the operand of a product is; a pair of casts XLA would leave out.
+        bits = jnp.finfo(dtype)
+        p = jax.lax.reduce_precision(e / safe[row], int(bits.nexp), int(bits.nmant))
+        out = rows(jax.ops.segment_sum, p[:, None] * v.astype(wide))
         results = {
             "out": out.astype(dtype),
             "lse": jnp.where(empty, -jnp.inf, jnp.log(safe) + jnp.where(empty, 0, top)),

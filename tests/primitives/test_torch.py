@@ -52,8 +52,10 @@ def operands(name: str, length: int = T) -> dict[str, np.ndarray]:
     shapes = {"q": (B, H, length, D), "k": (B, K, length, D), "v": (B, K, length, V)}
     x = {n: np.asarray(rng.normal(size=s)) for n, s in shapes.items()}
     for capture, shape in CAPTURES.get(name, {}).items():
-        ids = np.sort(rng.integers(0, 4, shape))
-        x[capture] = ids if capture == "ids" else np.asarray(rng.normal(size=shape))
+        if capture == "ids":
+            x[capture] = np.sort(rng.integers(0, 4, shape))
+        else:
+            x[capture] = np.asarray(rng.normal(size=shape))
     return x
 
 
