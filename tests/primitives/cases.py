@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -54,7 +55,7 @@ class Case:
         b, t, s, h, kv, d, v = self.shape
         normal = lambda shape, dtype: jnp.asarray(rng.normal(size=shape), dtype)
         shapes = {"q": (b, t, h, d), "k": (b, s, kv, d), "v": (b, s, kv, v)}
-        x = {name: normal(shape, self.dtype) for name, shape in shapes.items()}
+        x: dict[str, Any] = {n: normal(shape, self.dtype) for n, shape in shapes.items()}
         x["captures"] = [normal(shape, "float32") for shape in self.captures]
         if self.sinks:
             x["sinks"] = normal((h,), "float32")
