@@ -39,7 +39,9 @@ def _length(monkeypatch):
 
 def by_torch(torch, name, x):
     """Results and gradients of compiled FlexAttention, as numpy arrays."""
-    from torch.nn.attention.flex_attention import flex_attention
+    from torch.nn.attention.flex_attention import (  # pyright: ignore[reportMissingImports]
+        flex_attention,
+    )
 
     from tests.primitives.torch_judge import MODS, joined
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -54,7 +55,7 @@ class Case:
         b, t, s, h, kv, d, v = self.shape
         normal = lambda shape, dtype: jnp.asarray(rng.normal(size=shape), dtype)
         shapes = {"q": (b, t, h, d), "k": (b, s, kv, d), "v": (b, s, kv, v)}
-        x = {name: normal(shape, self.dtype) for name, shape in shapes.items()}
+        x: dict[str, Any] = {n: normal(shape, self.dtype) for n, shape in shapes.items()}
         x["captures"] = [normal(shape, "float32") for shape in self.captures]
         if self.sinks:
             x["sinks"] = normal((h,), "float32")
@@ -103,8 +104,10 @@ class Case:
         total = rows(jax.ops.segment_sum, e) + sink
         empty = total == 0
         safe = jnp.where(empty, 1, total)
-        p = (e / safe[row]).astype(dtype)
-        out = rows(jax.ops.segment_sum, p[:, None].astype(wide) * v.astype(wide))
+        # Rounded as the operand of a product is; a pair of casts XLA would leave out.
+        bits = jnp.finfo(dtype)
+        p = jax.lax.reduce_precision(e / safe[row], int(bits.nexp), int(bits.nmant))
+        out = rows(jax.ops.segment_sum, p[:, None] * v.astype(wide))
         results = {
             "out": out.astype(dtype),
             "lse": jnp.where(empty, -jnp.inf, jnp.log(safe) + jnp.where(empty, 0, top)),

@@ -2,7 +2,7 @@
 
 import dataclasses
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -107,13 +107,13 @@ CASES = {
 }  # fmt: skip
 
 
-def check(case: Case, dtype, seed: int = 0) -> None:
-    args, ct = case.inputs(dtype, seed)
+def check(case: Case, dtype, seeds: Sequence[int] = (0,)) -> None:
+    draws = [case.inputs(dtype, seed) for seed in seeds]
+    inputs = jax.tree.map(lambda *xs: jnp.stack(xs), *draws)
     oracle = lambda *a, **mods: flex_attention(*a, **mods, implementation="reference")
-    found = jax.jit(case.run(flex_attention))(args, ct)
-    assert_as_right_as(
-        found, jax.jit(case.run(plain))(args, ct), in_float64(case.run(oracle), args, ct)
-    )
+    each = lambda attention: lambda x: jax.lax.map(lambda x: case.run(attention)(*x), x)
+    found, judge = (jax.jit(each(f))(inputs) for f in (flex_attention, plain))
+    assert_as_right_as(found, judge, in_float64(each(oracle), inputs))
 
 
 def some_slow(names, slow):
@@ -137,8 +137,9 @@ NARROW_SLOW = [("documents", "bfloat16"), ("documents", "float16"), ("table", "b
 
 @pytest.mark.parametrize("case", some_slow([*NARROW, *NARROW_SLOW], NARROW_SLOW))
 def test_narrow_types_lose_no_more_than_a_dense_program(case):
+    """Over four draws: the error of one number, as of a scalar's gradient, is a matter of luck."""
     name, dtype = case
-    check(CASES[name], dtype)
+    check(CASES[name], dtype, seeds=range(4))
 
 
 @pytest.mark.slow
@@ -148,7 +149,7 @@ def test_narrow_types_lose_no_more_than_a_dense_program(case):
 def test_every_length_head_size_and_group(length, size, heads):
     kv_len = max(length, 2)  # for one key see the next test
     mask = causal(offset=kv_len - length)
-    check(Case((1, length, kv_len, *heads, size, size), mask=mask), jnp.float32, seed=length)
+    check(Case((1, length, kv_len, *heads, size, size), mask=mask), jnp.float32, seeds=(length,))
 
 
 @pytest.mark.parametrize("size", [16, 40, 256])

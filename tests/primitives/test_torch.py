@@ -52,8 +52,10 @@ def operands(name: str, length: int = T) -> dict[str, np.ndarray]:
     shapes = {"q": (B, H, length, D), "k": (B, K, length, D), "v": (B, K, length, V)}
     x = {n: np.asarray(rng.normal(size=s)) for n, s in shapes.items()}
     for capture, shape in CAPTURES.get(name, {}).items():
-        ids = np.sort(rng.integers(0, 4, shape))
-        x[capture] = ids if capture == "ids" else np.asarray(rng.normal(size=shape))
+        if capture == "ids":
+            x[capture] = np.sort(rng.integers(0, 4, shape))
+        else:
+            x[capture] = np.asarray(rng.normal(size=shape))
     return x
 
 
@@ -66,7 +68,10 @@ def results(name: str, x, implementation: str | None = None) -> dict[str, jax.Ar
         qkv = [floats[n].swapaxes(1, 2) for n in "qkv"]
         mods = {"score_mod": score, "mask_mod": mask}
         out, aux = flex_attention(*qkv, **mods, aux=("lse",), implementation=implementation)
-        return jnp.sin(out.astype(aux.lse.dtype)).sum() + jnp.cos(aux.lse).sum(), (out, aux.lse)
+        return jnp.sin(out.astype(aux.lse.dtype)).sum() + jnp.cos(aux.lse[...]).sum(), (
+            out,
+            aux.lse,
+        )
 
     floats = {n: a for n, a in x.items() if n != "ids"}
     (_, (out, lse)), grads = jax.value_and_grad(loss, has_aux=True)(floats)
@@ -80,7 +85,8 @@ def judged(tmp_path_factory):
     if not TORCH:
         pytest.skip("XFORM_TORCH_PYTHON names no Python that has PyTorch")
     folder = tmp_path_factory.mktemp("torch")
-    np.savez(folder / "x.npz", **{f"{n}/{k}": a for n in MODS for k, a in operands(n).items()})
+    arrays: dict = {f"{n}/{k}": a for n in MODS for k, a in operands(n).items()}
+    np.savez(folder / "x.npz", **arrays)
     script = Path(__file__).parent / "torch_judge.py"
     subprocess.run([TORCH, script, folder / "x.npz", folder / "y.npz"], check=True)
     return dict(np.load(folder / "y.npz"))

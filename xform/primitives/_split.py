@@ -56,7 +56,7 @@ class Layout:
 
     label: str
     shape: tuple[int, ...]
-    dtype: jnp.dtype
+    dtype: Any
     dims: tuple[str, ...]
 
     @classmethod
@@ -236,12 +236,12 @@ def _in_partitioner(impl: Callable, layouts: Layouts, whole: Callable) -> Callab
 
     def partition(mesh, operands, results):
         del results
-        specs = [
-            _spec(x.sharding, len(x.shape))
-            if isinstance(x.sharding, NamedSharding)
-            else ((),) * len(x.shape)
-            for x in operands
-        ]
+        if mesh.empty:
+            raise ValueError(
+                "flex_attention on several devices needs to know their mesh: place its arrays by "
+                "a `jax.sharding.NamedSharding`."
+            )
+        specs = [_spec(x.sharding, len(x.shape)) for x in operands]
         axes = layouts.axes(specs, mesh.shape, strict=False)
         place = lambda xs: [NamedSharding(mesh, x.spec(axes)) for x in xs]
         local = _local(impl, layouts, axes, mesh.shape)
@@ -278,6 +278,9 @@ def splittable(primitive: Primitive, layouts: Callable, impl: Callable) -> None:
         whole = partial(local, origin=(0, 0), outs=layout.results)
         split = several and layout.local
         f = _in_partitioner(local, layout, whole) if split else whole
+        if split and not mesh.empty:  # that of `jax.set_mesh`, which custom partitioning overlooks
+            on = dataclasses.replace(on, abstract_mesh=mesh)
+            ctx = ctx.replace(module_context=ctx.module_context.replace(axis_context=on))
         strip = lambda avals: [ShapedArray(a.shape, a.dtype) for a in avals]
         ctx = ctx.replace(avals_in=strip(ctx.avals_in), avals_out=strip(ctx.avals_out))
         return mlir.lower_fun(f, multiple_results=True)(ctx, *args)
