@@ -234,9 +234,9 @@ def extend(params: dict, tokens_BT, cache: Cache, config: Config):
     mask = causal(offset=start)
     rotation = rotations(start + jnp.arange(tokens_BT.shape[1]), config)
 
-    def step(x_BTM, layer_of):
-        p, cache = layer_of
-        return layer(x_BTM, p, mask, rotation, config, cache=cache)
+    def step(x_BTM, of_layer):
+        p, before = of_layer
+        return layer(x_BTM, p, mask, rotation, config, cache=before)
 
-    x_BTM, cache = jax.lax.scan(step, params["embed"][tokens_BT], (params["layers"], cache))
-    return rms_norm(x_BTM, params["norm"]) @ params["unembed"], cache
+    x_BTM, after = jax.lax.scan(step, params["embed"][tokens_BT], (params["layers"], cache))
+    return rms_norm(x_BTM, params["norm"]) @ params["unembed"], after

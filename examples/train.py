@@ -103,39 +103,44 @@ def check(config: Config) -> None:
         wrong.append(f"temperature={config.temperature} must not be negative")
     if config.separator is not None and not 0 <= config.separator < m.codes:
         wrong.append(f"separator={config.separator} is outside of model.codes={m.codes}")
-    if not is_flat(config) and (config.separator, config.token_dtype) != (None, None):
+    if not config.prompt:
+        wrong.append("prompt is empty, and a text begins with a token")
+    flat = [name.endswith(".bin") for name in (*(config.data or ("",)), *config.held_out)]
+    if any(flat) and not all(flat):
+        wrong.append("data and held_out mix text and `.bin` files")
+    if not any(flat) and (config.separator, config.token_dtype) != (None, None):
         wrong.append("separator and token_dtype are of `.bin` files, and there is none")
     if wrong:
         raise ValueError(f"config: {'; '.join(wrong)}.")
 
 
-def is_flat(config: Config) -> bool:
-    """Whether the data are tokens already."""
-    return any(name.endswith(".bin") for name in (*config.data, *config.held_out))
-
-
 # ---- data and devices ----------------------------------------------------------------------------
 
 
-def read(config: Config, names: tuple[str, ...]) -> list[np.ndarray]:
-    """Returns the tokens of each document, or of the one file that is mapped into memory."""
-    paths = list(map(Path, names))
-    if not any(path.suffix == ".bin" for path in paths):
-        return files.read_text(paths, files.load_tokenizer(config.tokenizer, config.model.codes))
-    if len(paths) > 1:
-        raise ValueError(f"data: one `.bin` file makes a data set, found {', '.join(names)}.")
-    return [files.read_tokens(paths[0], codes=config.model.codes, dtype=config.token_dtype)]
+def tokenizer_for(config: Config) -> files.Tokenizer | None:
+    """Returns the tokenizer of texts; None where the data are tokens, and nobody knows of what."""
+    if config.tokenizer is None and any(name.endswith(".bin") for name in config.data):
+        return None
+    return files.load_tokenizer(config.tokenizer, config.model.codes)
 
 
-def data_for(config: Config) -> tuple[Source, Source]:
-    """Returns the rows to train on, and those held out."""
-    library = Path(sysconfig.get_path("stdlib"))
-    documents = read(config, config.data or tuple(map(str, sorted(library.glob("*.py")))))
-    if config.held_out:
-        parts = documents, read(config, config.held_out)
-    else:
-        parts = files.hold_out(documents)
+def data_for(config: Config, tokenizer: files.Tokenizer | None) -> tuple[Source, Source]:
+    """Returns the rows to train on, and those held out, once it is known that they are enough."""
+
+    def read(names) -> list[np.ndarray]:
+        codes, dtype = config.model.codes, config.token_dtype
+        return files.read(list(map(Path, names)), tokenizer, codes=codes, dtype=dtype)
+
+    library = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
+    documents = read(config.data or library)
+    parts = (documents, read(config.held_out)) if config.held_out else files.hold_out(documents)
     rows, held_out = (files.as_rows(part, config.length, config.separator) for part in parts)
+    batch(rows, 0, size=config.batch, seed=config.seed)
+    first = held_out.take(np.arange(min(len(held_out.tokens), config.held_out_rows)))
+    if (first.labels == NO_LABEL).all():
+        raise ValueError(
+            "there is no token to predict in the data held out: give more (--held-out)"
+        )
     return rows, held_out
 
 
@@ -183,9 +188,12 @@ def first_state(config: Config, mesh: Mesh) -> dict:
 
 
 def training(
-    config: Config, mesh: Mesh, rows: Source, state: dict | None = None, done: int = 0
+    config: Config, mesh: Mesh, rows: Source, saved: dict | None = None, done: int = 0
 ) -> Iterator[tuple[dict, float]]:
-    """Yields state and loss of each step after those `done`; the next step reuses its memory."""
+    """Yields state and loss of each step after those `done`; the next step reuses its memory.
+
+    It begins with the state that was saved then, or with a fresh one.
+    """
     specs = llama.SPECS
     body = partial(loss_and_grads, model=config.model)
     grads_of = jax.jit(
@@ -200,7 +208,7 @@ def training(
         params = optax.apply_updates(state["params"], updates)
         return {"params": params, "optimizer": optimizer_state}
 
-    state = first_state(config, mesh) if state is None else state
+    state = first_state(config, mesh) if saved is None else saved
     for i in range(done, config.steps):
         part = batch(rows, i, size=config.batch, seed=config.seed)
         part = jax.device_put(part, shardings(mesh, P("dp")))
@@ -317,9 +325,8 @@ def fit(config: Config, mesh: Mesh, rows: Source, folder: Path, stop: run.Stop) 
 # ---- what it has learned -------------------------------------------------------------------------
 
 
-def sample(config: Config, params: dict, rows: int = 6) -> list[str]:
-    """Returns a few continuations of the prompt that fill a row, made on one device."""
-    tokenizer = files.load_tokenizer(config.tokenizer, config.model.codes)
+def sample(config: Config, tokenizer: files.Tokenizer, params: dict, rows: int = 12) -> list[str]:
+    """Returns continuations of the prompt that fill a row, made on one device."""
     prompt = tokenizer.encode(config.prompt.encode())
     tokens = generate(
         jax.device_get(params),
@@ -341,9 +348,9 @@ def complaint(line: str) -> str | None:
     return None
 
 
-def show(config: Config, params: dict) -> None:
+def show(config: Config, tokenizer: files.Tokenizer, params: dict) -> None:
     """Prints texts of the model; those of Python are judged by Python's own tokenizer."""
-    texts = sample(config, params)
+    texts = sample(config, tokenizer, params)
     print(config.prompt + "\n--------\n".join(texts))
     if config.data:
         return
@@ -360,7 +367,8 @@ def main(config: Config) -> None:
     """Trains, evaluates and samples, or goes on with that."""
     check(config)
     mesh = mesh_for(config)
-    rows, held_out = data_for(config)
+    tokenizer = tokenizer_for(config)
+    rows, held_out = data_for(config, tokenizer)
     layout = " × ".join(f"{axis}={size}" for axis, size in mesh.shape.items())
     platform = mesh.devices.flat[0].platform
     print(f"{rows.tokens.size:,} tokens in {len(rows.tokens):,} rows; {platform} devices: {layout}")
@@ -376,9 +384,10 @@ def main(config: Config) -> None:
     params = state["params"]
     print(f"parameters: {sum(x.size for x in jax.tree.leaves(params)):,}")
     loss = evaluate(config, mesh, params, held_out)
-    print(f"validation loss: {loss:.3f} nats per token, on data held out\n")
-    if config.tokenizer or not is_flat(config):
-        show(config, params)
+    unit = "byte" if tokenizer is files.BYTES else "token"
+    print(f"validation loss: {loss:.3f} nats per {unit}, on data held out\n")
+    if tokenizer:
+        show(config, tokenizer, params)
 
 
 def from_command_line() -> Config:

@@ -27,7 +27,7 @@ def test_the_newest_run_is_found(tmp_path, monkeypatch):
     assert one.parent.name == "runs"
     two = run.begin("runs/other", {})
     for path, age in ((one, 0), (two, 60)):
-        os.utime(path / "run.json", (time.time() - age,) * 2)
+        os.utime(path / "run.json", (time.time() - age, time.time() - age))
     assert run.newest_run() == one
     run.begin(two, {}, resume=True)
     assert run.newest_run() == two
@@ -47,7 +47,7 @@ def test_every_difference_is_listed():
     assert run.differences(saved, asked, free={"dp"}) == [
         "seed is 0 in the checkpoint and 1 now",
         "model.width is 8 in the checkpoint and 9 now",
-        "new is 'missing' in the checkpoint and None now",
+        "new is missing in the checkpoint and None now",
     ]
 
 

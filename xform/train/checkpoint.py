@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import orbax.checkpoint as ocp
 from jax.tree_util import keystr
 from jaxtyping import PyTree
@@ -146,7 +147,8 @@ def _differences(path: Path, wanted: PyTree) -> list[str]:
     """What the saved tree has otherwise than `wanted`, in words."""
     if not path.is_dir():
         return [f"it holds no `{path.name}`"]
-    saved = ocp.StandardCheckpointHandler().metadata(path).tree[_TREE]
+    handler = ocp.StandardCheckpointHandler()
+    saved = handler.metadata(path).tree[_TREE]  # pyright: ignore[reportArgumentType]
     has, needs = _types(saved), _types(jax.eval_shape(_plain, wanted))
     return [
         f"`{path.name}/{leaf}` is {has.get(leaf, 'missing')} there and "
@@ -158,7 +160,7 @@ def _differences(path: Path, wanted: PyTree) -> list[str]:
 
 def _plain(tree: PyTree) -> PyTree:
     """The tree as it is written: keys of random numbers are their data."""
-    is_key = lambda x: jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
+    is_key = lambda x: jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
     return jax.tree.map(lambda x: jax.random.key_data(x) if is_key(x) else x, tree)
 
 

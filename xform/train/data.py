@@ -10,10 +10,10 @@ loader state.
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
-from jaxtyping import Int, Int32
+from jaxtyping import Int, Int32, Integer
 
 NO_LABEL = -1
 
@@ -36,11 +36,12 @@ class Rows(NamedTuple):
         return Rows(*(x[chosen] for x in self))
 
 
+@runtime_checkable
 class Source(Protocol):
     """Rows to draw from: `Rows` in memory, or `TokenRows` in a file."""
 
     @property
-    def tokens(self) -> Int[np.ndarray, "rows length"]:
+    def tokens(self) -> Integer[np.ndarray, "rows length"]:
         """The tokens of all rows."""
         ...
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
-from jaxtyping import Int
+from jaxtyping import Int, Integer
 
 from xform.train.data import NO_LABEL, Rows, Source, decode, encode, pack
 
@@ -149,8 +149,8 @@ class TokenRows:
       separator: The token that ends a document, as its last one; None if all is one document.
     """
 
-    stream: Int[np.ndarray, "size"]
-    tokens: Int[np.ndarray, "rows length"]
+    stream: Integer[np.ndarray, "size"]
+    tokens: Integer[np.ndarray, "rows length"]
     separator: int | None = None
 
     @classmethod
@@ -267,6 +267,29 @@ def _other_dtype(tokens: np.ndarray, codes: int) -> str:
 
 
 # ---- both ----------------------------------------------------------------------------------------
+
+
+def read(
+    paths: Sequence[Path], tokenizer: Tokenizer | None, *, codes: int, dtype: str | None = None
+) -> list[np.ndarray]:
+    """Returns the tokens of each text file, or of one `.bin` file, mapped into memory.
+
+    Args:
+      paths: Text files and folders of them, or the one file of tokens.
+      tokenizer: Of text; bytes are its tokens where there is none.
+      codes, dtype: Of a file of tokens, as in `read_tokens`.
+
+    Raises:
+      ValueError: Something can't be read, or there are several `.bin` files.
+    """
+    if not any(path.suffix == ".bin" for path in paths):
+        return read_text(paths, tokenizer or BYTES)
+    if len(paths) > 1:
+        names = ", ".join(map(str, paths))
+        raise ValueError(
+            f"data: one `.bin` file, and nothing beside it, is a data set; found {names}"
+        )
+    return [read_tokens(paths[0], codes=codes, dtype=dtype)]
 
 
 def hold_out(documents: Sequence[np.ndarray]) -> tuple[list[np.ndarray], list[np.ndarray]]:

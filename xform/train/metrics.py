@@ -55,8 +55,8 @@ class Metrics:
         if error is None:
             self.draw()
 
-    def write(self, step: int, **values: float) -> None:
-        """Adds the values of a step.
+    def write(self, step: int, **values: float | None) -> None:
+        """Adds the values of a step; None where there is none.
 
         Raises:
           OSError: The disk is full, for example.
@@ -87,7 +87,7 @@ class Metrics:
         figure.savefig(part, format="png", dpi=120)
         os.replace(part, self.picture)
 
-    def _point(self, entry: Mapping[str, float]) -> tuple[float, ...]:
+    def _point(self, entry: Mapping[str, float | int | None]) -> tuple:
         return (entry["step"], *(entry[name] for name in self._panels))
 
 

@@ -98,19 +98,20 @@ def differences(saved: Mapping, asked: Mapping, free: Collection[str] = ()) -> l
     """
     left, right = (dict(_flat(config)) for config in (saved, asked))
     return [
-        f"{name} is {left.get(name, 'missing')!r} in the checkpoint and "
-        f"{right.get(name, 'missing')!r} now"
+        f"{name} is {left.get(name, 'missing')} in the checkpoint and "
+        f"{right.get(name, 'missing')} now"
         for name in left | right
         if name.split(".")[0] not in free and left.get(name) != right.get(name)
     ]
 
 
-def _flat(config: Mapping, prefix: str = "") -> Iterator[tuple[str, object]]:
+def _flat(config: Mapping, prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Every value as text, under its dotted name."""
     for name, value in config.items():
         if isinstance(value, Mapping):
             yield from _flat(value, f"{prefix}{name}.")
         else:
-            yield prefix + name, list(value) if isinstance(value, tuple) else value
+            yield prefix + name, repr(list(value) if isinstance(value, tuple) else value)
 
 
 def _start() -> dict:
@@ -118,7 +119,7 @@ def _start() -> dict:
         "time": datetime.now().astimezone().isoformat(timespec="seconds"),
         "command": shlex.join([Path(sys.executable).name, *sys.argv]),
         "versions": versions(),
-        "devices": [str(device) for device in jax.devices()],
+        "devices": f"{jax.device_count()} × {jax.devices()[0].device_kind}",
     }
 
 
