@@ -315,9 +315,10 @@ def fit(config: Config, mesh: Mesh, rows: Source, folder: Path, stop: run.Stop) 
                         f"the loss of step {done} is {loss}; the last step that is saved is "
                         f"{checkpoints.latest}. Lower the learning rate, or look at the data."
                     )
-                if stop or done == config.steps or done % config.save_every == 0:
+                last = bool(stop)  # asked once: what it is asked for is saved
+                if last or done == config.steps or done % config.save_every == 0:
                     checkpoints.save(done, state, info)
-                if stop:
+                if last:
                     break
     return state, done
 

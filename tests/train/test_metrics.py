@@ -50,6 +50,22 @@ def test_many_points_are_thinned_to_means():
     assert len(thinned) == _POINTS
 
 
+def test_a_full_disk_is_an_error_that_names_the_file(tmp_path):
+    resource = pytest.importorskip("resource")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with Metrics(tmp_path, PANELS) as metrics:
+        metrics.write(1, loss=1.0, rate=None)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (50, before[1]))
+        try:
+            with pytest.raises(OSError, match=r"step 2 could not .*jsonl`: File too large.*resume"):
+                metrics.write(2, loss=1.0, rate=None)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert not (tmp_path / "metrics.jsonl").read_text().endswith("\n"), "a part of it is there"
+    with Metrics(tmp_path, PANELS, done=1):
+        assert [x["step"] for x in lines(tmp_path)] == [1]
+
+
 def test_a_file_that_can_not_be_written_keeps_its_contents(tmp_path, monkeypatch):
     path = tmp_path / "run.json"
     replace(path, b"old")

@@ -43,8 +43,8 @@ class Metrics:
         self._drawn = [self._point(entry) for entry in kept]
         text = "".join(json.dumps(entry) + "\n" for entry in kept)
         replace(self.path, text.encode())
-        # One line, one write: what is killed leaves whole lines.
-        self._file = self.path.open("a", buffering=1)
+        # One line, one write: what is killed leaves whole lines, and nothing is left to flush.
+        self._file = self.path.open("ab", buffering=0)
         self._next = time.monotonic() + _SECONDS_BETWEEN
 
     def __enter__(self) -> "Metrics":
@@ -59,10 +59,18 @@ class Metrics:
         """Adds the values of a step; None where there is none.
 
         Raises:
-          OSError: The disk is full, for example.
+          OSError: The line could not be written, for want of space for example.
         """
         entry = {"step": step, **values}
-        self._file.write(json.dumps(entry) + "\n")
+        line = json.dumps(entry).encode() + b"\n"
+        try:
+            while line:  # a disk that is nearly full takes a part
+                line = line[self._file.write(line) :]
+        except OSError as error:
+            raise OSError(
+                f"the metrics of step {step} could not be written to `{self.path}`: "
+                f"{error.strerror}. Make room, then resume."
+            ) from error
         self._drawn.append(self._point(entry))
         if time.monotonic() > self._next:
             start = time.monotonic()
