@@ -79,9 +79,11 @@ class Config:
     """Go on with the run in `run`, by default the newest in `runs/`, with its config."""
     save_every: int = 100
     """Steps from one checkpoint to the next."""
-    prompt: str = "    def pop(self):\n"
+    prompt: str = (
+        "class Stack:\n    def push(self, item):\n        self.items.append(item)\n        self."
+    )
     """The beginning of the texts that the trained model is asked for."""
-    temperature: float = 0.5
+    temperature: float = 0.3
 
 
 # What may be another when a run goes on. Its data is known by the tokens, wherever they lie.
@@ -326,7 +328,7 @@ def fit(config: Config, mesh: Mesh, rows: Source, folder: Path, stop: run.Stop) 
 # ---- what it has learned -------------------------------------------------------------------------
 
 
-def sample(config: Config, tokenizer: files.Tokenizer, params: dict, rows: int = 12) -> list[str]:
+def sample(config: Config, tokenizer: files.Tokenizer, params: dict, rows: int = 16) -> list[str]:
     """Returns continuations of the prompt that fill a row, made on one device."""
     prompt = tokenizer.encode(config.prompt.encode())
     tokens = generate(
@@ -398,11 +400,16 @@ def from_command_line() -> Config:
     config = tyro.cli(Config)
     if not config.resume:
         return config
+    # Names that train.py no longer has are left to the comparison with the checkpoint.
+    known = lambda kind, saved: {
+        f.name: saved[f.name] for f in dataclasses.fields(kind) if f.name in saved
+    }
     folder = config.run or str(run.newest_run())
     saved = run.read_run(folder)["config"]
-    parts = {"model": llama.Config(**saved["model"]), "run": folder, "resume": True}
+    parts = known(Config, saved) | {"run": folder, "resume": True}
+    parts["model"] = llama.Config(**known(llama.Config, saved["model"]))
     parts |= {name: tuple(saved[name]) for name in ("data", "held_out")}
-    return tyro.cli(Config, default=Config(**{**saved, **parts}))
+    return tyro.cli(Config, default=Config(**parts))
 
 
 if __name__ == "__main__":
