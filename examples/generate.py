@@ -102,7 +102,7 @@ def generate(
 
 def trained(folder: Path) -> tuple[dict, dict]:
     """Returns the newest parameters of a run, on one device, and its config."""
-    with Checkpoints(folder / "checkpoints") as checkpoints:
+    with Checkpoints(folder / "checkpoints", read_only=True) as checkpoints:
         config = checkpoints.info()["config"]
         model = llama.Config(**config["model"])
         place = SingleDeviceSharding(jax.devices()[0])

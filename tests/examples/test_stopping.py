@@ -15,7 +15,7 @@ for package in ("matplotlib", "optax", "orbax.checkpoint", "rich", "tyro"):
 ROOT = Path(__file__).parents[2]
 MODEL = "layers=1 width=16 heads=4 kv-heads=2 head-size=4 hidden=16"
 CONFIG = [
-    *(f"--{x}" for x in ("batch=4", "length=32", "dp=4", "tp=2", "steps=400", "save-every=1")),
+    *(f"--{x}" for x in ("batch=4", "length=32", "dp=4", "tp=2", "steps=120", "save-every=1")),
     *(f"--model.{x}" for x in MODEL.split()),
     *(f"--data={ROOT}/README.md", "--temperature=0"),
 ]
@@ -64,7 +64,7 @@ def unbroken(tmp_path_factory) -> list[float]:
     process = start(folder, *CONFIG)
     out, _ = process.communicate(timeout=480)
     assert process.returncode == 0, out[-2000:]
-    assert len(losses(folder)) == 400
+    assert len(losses(folder)) == 120
     return losses(folder)
 
 
@@ -80,7 +80,7 @@ def test_a_run_that_is_stopped_goes_on_as_if_unbroken(unbroken, tmp_path, name, 
     process.send_signal(number)
     out, _ = process.communicate(timeout=120)
     done = len(losses(folder))
-    assert 5 <= done < 400
+    assert 5 <= done < 120
     assert losses(folder) == unbroken[:done]
     if name == "SIGKILL":
         assert process.returncode == -number

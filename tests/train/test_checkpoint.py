@@ -62,9 +62,11 @@ def test_the_newest_are_kept_and_half_a_checkpoint_is_cleared_away(tmp_path):
     # As a process leaves it that is killed while it writes.
     shutil.copytree(tmp_path / "3", tmp_path / "4.orbax-checkpoint-tmp")
     shutil.rmtree(tmp_path / "4.orbax-checkpoint-tmp" / "x")
-    with Checkpoints(tmp_path) as checkpoints:
-        assert checkpoints.latest == 3
-        np.testing.assert_array_equal(checkpoints.restore({"x": SMALL})["x"], SMALL + 3)
+    for read_only in (True, False):  # the first leaves it alone: someone may be writing it
+        with Checkpoints(tmp_path, read_only=read_only) as checkpoints:
+            assert (tmp_path / "4.orbax-checkpoint-tmp").is_dir() == read_only
+            assert checkpoints.latest == 3
+            np.testing.assert_array_equal(checkpoints.restore({"x": SMALL})["x"], SMALL + 3)
     assert {path.name for path in tmp_path.iterdir()} == {"2", "3"}
 
 
@@ -99,6 +101,9 @@ def test_where_there_is_none_it_says_so(tmp_path):
         assert checkpoints.latest is None
         with pytest.raises(FileNotFoundError, match=r"no checkpoint in `.*new`"):
             checkpoints.restore({"x": SMALL})
+    with pytest.raises(FileNotFoundError, match=r"no checkpoints: `.*nothing` is no folder"):
+        Checkpoints(tmp_path / "nothing", read_only=True)
+    assert not (tmp_path / "nothing").exists()
 
 
 @contextmanager

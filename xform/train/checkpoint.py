@@ -29,6 +29,7 @@ class Checkpoints:
       folder: Where they are; made if need be. Half-written ones of a process that was killed are
         cleared away.
       keep: How many are kept.
+      read_only: Nothing is made or cleared away: another process may be at work here.
 
     >>> import tempfile, jax.numpy as jnp
     >>> state = {"params": {"w": jnp.arange(3.0)}, "key": jax.random.key(0)}
@@ -40,9 +41,13 @@ class Checkpoints:
     {'params': {'w': Array([0., 1., 2.], dtype=float32)}}
     """
 
-    def __init__(self, folder: Path | str, *, keep: int = 2):
+    def __init__(self, folder: Path | str, *, keep: int = 2, read_only: bool = False):
         self.folder = Path(folder).absolute()
-        options = ocp.CheckpointManagerOptions(max_to_keep=keep, cleanup_tmp_directories=True)
+        if read_only and not self.folder.is_dir():
+            raise FileNotFoundError(f"there are no checkpoints: `{self.folder}` is no folder")
+        options = ocp.CheckpointManagerOptions(
+            max_to_keep=keep, cleanup_tmp_directories=not read_only, read_only=read_only
+        )
         self._manager = ocp.CheckpointManager(self.folder, options=options)
         self._size = 0
 
