@@ -187,47 +187,6 @@ _KEEP = {
     "pcast": lambda x, **_: x,
 }
 
-# What no kernel does for one score at a time, by what it is.
-_UNFUSABLE = {
-    "calls back to the host": ("pure_callback", "io_callback", "debug_callback"),
-    "solves or factors a matrix": (
-        "cholesky", "custom_linear_solve", "eig", "eigh", "geqp3", "geqrf", "hessenberg",
-        "householder_product", "linear_solve", "lu", "qr", "schur", "svd", "triangular_solve",
-        "tridiagonal", "tridiagonal_solve",
-    ),
-    "works on an array as a whole": (
-        "approx_top_k", "conv_general_dilated", "fft", "sort", "top_k",
-    ),
-    "talks to other devices": (
-        "all_gather", "all_gather_invariant", "all_gather_reduced", "all_to_all", "pgather", "pmax",
-        "pmin", "ppermute", "psum", "psum_invariant", "ragged_all_to_all", "reduce_scatter",
-    ),
-    "is a kernel itself": ("ffi_call", "flex_attention", "pallas_call", "tile_sum"),
-}  # fmt: skip
-_WHY_UNFUSABLE = {name: why for why, names in _UNFUSABLE.items() for name in names}
-
-
-def _check_fusable(name: str, eqns: Sequence[JaxprEqn], flat: Jaxpr, jaxpr: Jaxpr) -> None:
-    """Raises if one of `eqns` of a mod, or one inside them, could be part of no kernel.
-
-    `flat` is what they are of; `jaxpr`, with the same operations in the same order, has the lines.
-    """
-    inside = [site for eqn in eqns for _, body in sub_jaxprs(eqn) for site in walk(body)]
-    for eqn in [*eqns, *(site.eqn for site in inside)]:
-        operation = eqn.primitive.name
-        if why := _WHY_UNFUSABLE.get(operation):
-            made, lines = (
-                [s for s in walk(program) if s.eqn.primitive.name == operation]
-                for program in (flat, jaxpr)
-            )
-            line = lines[[site.eqn is eqn for site in made].index(True)].line
-            raise NotImplementedError(
-                f"`{name}` can't be fused: `{operation}` {why}, and it depends on the score or an "
-                f"index (at {line}). Compute what it gives before the call, as an "
-                "array that the mod reads at its indices."
-            )
-
-
 _GATHERS = ("gather", "dynamic_slice")
 _PLAIN = lax.GatherDimensionNumbers((), (), ())
 
@@ -346,3 +305,44 @@ def _check_result(name: str, mod: Callable, shape, kind) -> None:
                 'score, ' if kind is jnp.floating else ''
             }b, h, q_idx, kv_idx), not with arrays of them."
         )
+
+
+# What no kernel does for one score at a time, by what it is.
+_UNFUSABLE = {
+    "calls back to the host": ("pure_callback", "io_callback", "debug_callback"),
+    "solves or factors a matrix": (
+        "cholesky", "custom_linear_solve", "eig", "eigh", "geqp3", "geqrf", "hessenberg",
+        "householder_product", "linear_solve", "lu", "qr", "schur", "svd", "triangular_solve",
+        "tridiagonal", "tridiagonal_solve",
+    ),
+    "works on an array as a whole": (
+        "approx_top_k", "conv_general_dilated", "fft", "sort", "top_k",
+    ),
+    "talks to other devices": (
+        "all_gather", "all_gather_invariant", "all_gather_reduced", "all_to_all", "pgather", "pmax",
+        "pmin", "ppermute", "psum", "psum_invariant", "ragged_all_to_all", "reduce_scatter",
+    ),
+    "is a kernel itself": ("ffi_call", "flex_attention", "pallas_call", "tile_sum"),
+}  # fmt: skip
+_WHY_UNFUSABLE = {name: why for why, names in _UNFUSABLE.items() for name in names}
+
+
+def _check_fusable(name: str, eqns: Sequence[JaxprEqn], flat: Jaxpr, jaxpr: Jaxpr) -> None:
+    """Raises if one of `eqns` of a mod, or one inside them, could be part of no kernel.
+
+    `flat` is what they are of; `jaxpr`, with the same operations in the same order, has the lines.
+    """
+    inside = [site for eqn in eqns for _, body in sub_jaxprs(eqn) for site in walk(body)]
+    for eqn in [*eqns, *(site.eqn for site in inside)]:
+        operation = eqn.primitive.name
+        if why := _WHY_UNFUSABLE.get(operation):
+            made, lines = (
+                [s for s in walk(program) if s.eqn.primitive.name == operation]
+                for program in (flat, jaxpr)
+            )
+            line = lines[[site.eqn is eqn for site in made].index(True)].line
+            raise NotImplementedError(
+                f"`{name}` can't be fused: `{operation}` {why}, and it depends on the score or an "
+                f"index (at {line}). Compute what it gives before the call, as an "
+                "array that the mod reads at its indices."
+            )
