@@ -20,9 +20,12 @@ CONFIG = [
     *(f"--data={ROOT}/README.md", "--temperature=0"),
 ]
 
-# Runs train.py on the CPU alone, where other platforms may be installed.
+# Runs train.py on the CPU alone, where other platforms may be installed, and hears every signal,
+# where whoever runs the tests may ignore some: a shell in the background does.
 START = f"""
-import sys
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / "examples")!r}]
 from xform.sharding import cpu_devices
 cpu_devices(8)
