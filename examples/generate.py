@@ -116,7 +116,10 @@ def main(config: Config) -> None:
     check(config)
     params, trained_as = trained(Path(config.run or run.newest_run()))
     model = trained_as["model"]
-    tokenizer = files.load_tokenizer(config.tokenizer or trained_as["tokenizer"], model.codes)
+    path = config.tokenizer or trained_as["tokenizer"]
+    if path is None and any(name.endswith(".bin") for name in trained_as["data"]):
+        raise ValueError("the run was trained on tokens: name the tokenizer that made them.")
+    tokenizer = files.load_tokenizer(path, model.codes)
     prompt = tokenizer.encode(config.prompt.encode())
     if not len(prompt):
         raise ValueError("the prompt is empty: give the model a token to begin with (`--prompt`).")

@@ -79,7 +79,7 @@ def test_only_what_top_k_and_top_p_leave_is_drawn():
 def test_a_checkpoint_is_asked(tmp_path, capsys):
     model = llama.Config(layers=1, width=16, heads=4, kv_heads=2, head_size=4, hidden=16)
     state = {"params": llama.init(model, jax.random.key(0)), "optimizer": jnp.zeros(3)}
-    config = {"model": vars(model), "tokenizer": None}
+    config = {"model": vars(model), "tokenizer": None, "data": ["a.txt"]}
     run.begin(tmp_path, config)
     with Checkpoints(tmp_path / "checkpoints") as checkpoints:
         checkpoints.save(1, state, {"config": config})
@@ -90,6 +90,10 @@ def test_a_checkpoint_is_asked(tmp_path, capsys):
     assert one.startswith("né")
     with pytest.raises(ValueError, match="the prompt is empty"):
         generate.main(generate.Config(run=str(tmp_path), prompt=""))
+    with Checkpoints(tmp_path / "checkpoints") as checkpoints:
+        checkpoints.save(2, state, {"config": {**config, "data": ["a.bin"]}})
+    with pytest.raises(ValueError, match=r"trained on tokens: name the tokenizer that made them"):
+        generate.main(asked)
 
 
 def test_what_makes_no_sense_is_listed():
