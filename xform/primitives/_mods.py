@@ -23,7 +23,7 @@ from jax.core import ShapedArray
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 from jax.interpreters import partial_eval as pe
 
-from xform.jaxpr import eqn_rule, intern, interpret, source_line
+from xform.jaxpr import eqn_rule, intern, interpret, source_line, sub_jaxprs, walk
 from xform.lowering._spec import Read
 from xform.primitives._rules import join_axes
 
@@ -166,6 +166,7 @@ def _trace(name: str, mod: Callable, *score) -> Traced:
         else:
             values = [known[v] if isinstance(v, Var) else v.val for v in eqn.invars]
             known.update(zip(eqn.outvars, _results(eqn, *values), strict=True))
+    _check_fusable(name, eqns, flat, jaxpr)
     return Traced(eqns, known, invars[:-4], invars[-4:], flat.outvars[0])
 
 
@@ -363,3 +364,44 @@ def _check_result(name: str, mod: Callable, shape, kind) -> None:
                 'score, ' if kind is jnp.floating else ''
             }b, h, q_idx, kv_idx), not with arrays of them."
         )
+
+
+# What no kernel does for one score at a time, by what it is.
+_UNFUSABLE = {
+    "calls back to the host": ("pure_callback", "io_callback", "debug_callback"),
+    "solves or factors a matrix": (
+        "cholesky", "custom_linear_solve", "eig", "eigh", "geqp3", "geqrf", "hessenberg",
+        "householder_product", "linear_solve", "lu", "qr", "schur", "svd", "triangular_solve",
+        "tridiagonal", "tridiagonal_solve",
+    ),
+    "works on an array as a whole": (
+        "approx_top_k", "conv_general_dilated", "fft", "sort", "top_k",
+    ),
+    "talks to other devices": (
+        "all_gather", "all_gather_invariant", "all_gather_reduced", "all_to_all", "pgather", "pmax",
+        "pmin", "ppermute", "psum", "psum_invariant", "ragged_all_to_all", "reduce_scatter",
+    ),
+    "is a kernel itself": ("ffi_call", "flex_attention", "pallas_call", "tile_sum"),
+}  # fmt: skip
+_WHY_UNFUSABLE = {name: why for why, names in _UNFUSABLE.items() for name in names}
+
+
+def _check_fusable(name: str, eqns: Sequence[JaxprEqn], flat: Jaxpr, jaxpr: Jaxpr) -> None:
+    """Raises if one of `eqns` of a mod, or one inside them, could be part of no kernel.
+
+    `flat` is what they are of; `jaxpr`, with the same operations in the same order, has the lines.
+    """
+    inside = [site for eqn in eqns for _, body in sub_jaxprs(eqn) for site in walk(body)]
+    for eqn in [*eqns, *(site.eqn for site in inside)]:
+        operation = eqn.primitive.name
+        if why := _WHY_UNFUSABLE.get(operation):
+            made, lines = (
+                [s for s in walk(program) if s.eqn.primitive.name == operation]
+                for program in (flat, jaxpr)
+            )
+            line = lines[[site.eqn is eqn for site in made].index(True)].line
+            raise NotImplementedError(
+                f"`{name}` can't be fused: `{operation}` {why}, and it depends on the score or an "
+                f"index (at {line}). Compute what it gives before the call, as an "
+                "array that the mod reads at its indices."
+            )
