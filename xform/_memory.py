@@ -1,0 +1,460 @@
+"""`memory`: how much a program needs at once, before it is compiled.
+
+XLA is predicted, not run. What it keeps in memory is decided by fusion, so the model is one of fusion:
+
+* A *buffer* is a value that must exist: what a product, reduction, loop or collective makes, what such
+  an operation (but a reduction) reads, and what a program returns. All else is computed inside the
+  kernels that read it, and prolongs the life of the buffers that it is computed from.
+* A value that several kernels read is kept if computing it twice costs more than reading it: if it is
+  made of two arrays, or of an elementary function.
+* A view (reshape, transpose) is the buffer that it views. A kernel writes over an operand of the same
+  size that it reads last; a product can't. A scatter or `dynamic_update_slice` works in place.
+* Arguments exist throughout, unless donated; a result, from where it is made to the end.
+* A loop holds its operands, carry and stacked results throughout, and beside them the peak of its body.
+
+Buffers live in program order, as XLA schedules for memory. `tests/test_memory.py` holds the model to
+10 % of XLA's own buffer assignment, for a CPU and for an H200.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+from jax.extend.core import Jaxpr
+
+from xform._amount import number
+from xform._program import Node, Region, Value, carried, own_inputs, program, prune
+from xform.jaxpr._walk import trace
+
+_VIEWS = frozenset(
+    "reshape squeeze expand_dims transpose stop_gradient name pvary pcast sharding_constraint reshard"
+    " copy_p bitcast_convert_type mesh_cast layout_constraint optimization_barrier preduced".split()
+)
+# What runs inside another kernel, of which some need more than one cycle for an element.
+_EXPENSIVE = frozenset(
+    "exp exp2 expm1 log log1p log2 sqrt rsqrt cbrt pow sin cos tan asin acos atan atan2 sinh cosh tanh"
+    " asinh acosh atanh logistic erf erfc erf_inv lgamma digamma div rem integer_pow".split()
+)
+_CHEAP = frozenset(
+    "add sub mul neg add_any max min abs sign floor ceil round is_finite nextafter eq ne lt le gt ge"
+    " clamp square one_minus_square reciprocal conj real imag complex select_n convert_element_type"
+    " reduce_precision broadcast_in_dim iota concatenate pad rev slice dynamic_slice gather and or xor"
+    " not shift_left shift_right_logical shift_right_arithmetic population_count clz mulhi copy split"
+    " axis_index program_id platform_index create_token random_wrap random_unwrap".split()
+)
+_REDUCTIONS = frozenset(
+    "reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or reduce_xor argmax argmin reduce".split()
+)
+_IN_PLACE = frozenset(
+    "dynamic_update_slice scatter scatter-add scatter-sub scatter-mul scatter-min scatter-max".split()
+)
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """One array in memory.
+
+    Attributes:
+      bytes: on one device.
+      type: its dtype and shape, "f32[8,256]".
+      line: the user's line that made it, or "argument".
+      what: the primitive that made it, or the path of the argument.
+    """
+
+    bytes: int
+    type: str
+    line: str
+    what: str
+
+    def __str__(self) -> str:
+        return f"{number(self.bytes)}B  {self.type}  {self.what} at {self.line}"
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What `memory` returns: bytes on one device.
+
+    Attributes:
+      peak: the most that is allocated at once: arguments, results and all between.
+      arguments, outputs: of these.
+      donated: the part of the arguments whose memory results take over.
+      at_peak: what exists at the peak, the largest first.
+      peak_line: where the peak is.
+      residuals: what the forward pass leaves for the backward, the largest first, with the line that
+        made it; of a scan, stacked over its iterations.
+      peak_unordered: the peak if the schedule runs every operation as soon as its operands exist.
+    """
+
+    peak: int
+    arguments: int
+    outputs: int
+    donated: int
+    at_peak: tuple[Buffer, ...]
+    peak_line: str
+    residuals: tuple[Buffer, ...] = ()
+    peak_unordered: int = 0
+
+    @property
+    def temporaries(self) -> int:
+        """What is needed beyond arguments and results."""
+        return max(0, self.peak - self.arguments - self.outputs + self.donated)
+
+    @property
+    def residual_bytes(self) -> int:
+        """What the forward pass leaves for the backward."""
+        return sum(b.bytes for b in self.residuals)
+
+    @property
+    def depends_on_schedule(self) -> bool:
+        """Whether another order of the same operations could need over a tenth more."""
+        return self.peak_unordered > 1.1 * self.peak
+
+    def top(self, n: int = 5) -> tuple[Buffer, ...]:
+        """The n largest arrays at the peak, such as the errors of an allocator should list."""
+        return self.at_peak[:n]
+
+    def __str__(self) -> str:
+        lines = [
+            f"peak {number(self.peak)}B at {self.peak_line}: arguments {number(self.arguments)}B, "
+            f"results {number(self.outputs)}B, donated {number(self.donated)}B, "
+            f"temporaries {number(self.temporaries)}B",
+            *(f"  {b}" for b in self.top()),
+        ]
+        if self.residuals:
+            lines.append(f"kept for the backward pass: {number(self.residual_bytes)}B")
+            lines += [f"  {b}" for b in self.residuals[:5]]
+        if self.depends_on_schedule:
+            lines.append(
+                f"the schedule decides: up to {number(self.peak_unordered)}B in another order of the "
+                "same operations; a `scan` over equal layers fixes the order"
+            )
+        return "\n".join(lines)
+
+
+def memory(f: Callable, *, donate_argnums: int | Sequence[int] = ()) -> Callable[..., Memory]:
+    """Returns a function that predicts the memory that a call of `f` needs, and compiles nothing.
+
+    Args:
+      f: a function of pytrees of arrays. What a jitted one donates is known.
+      donate_argnums: positional arguments to donate besides.
+
+    Returns:
+      A function of the arguments of `f`, which may be `jax.ShapeDtypeStruct`s, that returns `Memory`.
+      An argument with a sharding counts what one device holds of it.
+
+    >>> import jax, jax.numpy as jnp
+    >>> x = jax.ShapeDtypeStruct((1024, 1024), jnp.float32)
+    >>> report = memory(lambda x: jnp.sin(x @ x) @ x)(x)
+    >>> report.peak == 4 * 4 * 1024**2  # x, x @ x, its sine in place, and the result
+    False
+    """
+    donate = (donate_argnums,) if isinstance(donate_argnums, int) else tuple(donate_argnums)
+
+    def predicted(*args, **kwargs) -> Memory:
+        jaxpr = trace(f, *args, **kwargs)
+        leaves = jax.tree.leaves_with_path((args, kwargs))
+        given = [len(path) > 1 and path[0].idx == 0 and path[1].idx in donate for path, _ in leaves]  # pyright: ignore
+        names = [jax.tree_util.keystr(path[1:]) for path, _ in leaves]
+        return memory_of(jaxpr, [x for _, x in leaves], names=names, donated=given)
+
+    return predicted
+
+
+def memory_of(
+    jaxpr: Jaxpr,
+    args: Sequence[Any] = (),
+    *,
+    names: Sequence[str] = (),
+    donated: Sequence[bool] = (),
+) -> Memory:
+    """Returns what a closed jaxpr needs; `args` may carry shardings, `names` are for the report."""
+    donated = list(donated) or [False] * len(jaxpr.invars)
+    if len(jaxpr.eqns) == 1 and (by_jit := jaxpr.eqns[0].params.get("donated_invars")):
+        own = dict(zip(jaxpr.eqns[0].invars, by_jit, strict=True))
+        donated = [d or own.get(v, False) for d, v in zip(donated, jaxpr.invars, strict=True)]
+    region = prune(program(jaxpr))
+    inputs = region.inputs[len(jaxpr.consts) :]
+    shares = _shares(region, inputs, args)
+    names = list(names) or [f"[{i}]" for i in range(len(inputs))]
+    label = {v: f"argument{name}" for v, name in zip(inputs, names, strict=True)}
+    matched = _match(inputs, donated, region.outputs)
+    plan = _Plan(region, shares, frees=matched)
+    found = plan.peak()
+    kept = [v for v in region.inputs if v not in matched]
+    fixed = sum(map(plan.bytes, kept))
+    unordered = _Plan(_eager(region), shares, frees=matched).peak()
+    at_peak = [_buffer(v, plan.bytes(v), label) for v in (*found.live, *kept)]
+    return Memory(
+        peak=fixed + found.bytes,
+        arguments=sum(map(plan.bytes, region.inputs)),
+        outputs=sum(map(plan.bytes, dict.fromkeys(v for v in region.outputs if v.known is None))),
+        donated=sum(map(plan.bytes, matched)),
+        at_peak=_largest(at_peak),
+        peak_line=found.node.line if found.node else "its arguments",
+        residuals=_largest(_residuals(plan)),
+        peak_unordered=fixed + unordered.bytes,
+    )  # fmt: skip
+
+
+def _largest(buffers: Iterable[Buffer]) -> tuple[Buffer, ...]:
+    return tuple(sorted((b for b in buffers if b.bytes), key=lambda b: -b.bytes))
+
+
+def _buffer(v: Value, nbytes: int, label: dict[Value, str]) -> Buffer:
+    line = v.node.line if v.node else "argument"
+    what = v.node.name if v.node else label.get(v, "constant")
+    return Buffer(nbytes, v.aval.str_short(short_dtypes=True), line, what)
+
+
+def _match(inputs: Sequence[Value], donated: Sequence[bool], outputs: Sequence[Value]) -> set[Value]:
+    """The donated inputs whose memory an output of the same type takes over."""
+    form = lambda v: (v.aval.shape, v.aval.dtype)
+    free = [form(v) for v in outputs if v.known is None]
+    matched = set()
+    for v, gone in zip(inputs, donated, strict=True):
+        if gone and form(v) in free:
+            free.remove(form(v))
+            matched.add(v)
+    return matched
+
+
+# ---- how much of a value one device holds ----------------------------------------------------------
+
+
+def _shares(region: Region, inputs: Sequence[Value], args: Sequence[Any]) -> dict[Value, int]:
+    """Of each value that is split over devices, the bytes that one device holds."""
+    local: dict[Value, int] = {}
+    for v, arg in zip(inputs, args, strict=False):
+        sharding = getattr(arg, "sharding", None)
+        if sharding is not None and v.aval.shape:
+            shard = math.prod(sharding.shard_shape(v.aval.shape))
+            if shard < v.size:
+                local[v] = shard * v.aval.dtype.itemsize
+    for node in region.walk():
+        if node.name == "shard_map":
+            body = node.regions["body"]
+            inside = own_inputs(node.eqn.params["jaxpr"], body)
+            pairs = [*zip(node.ins, inside, strict=True), *zip(node.outs, body.outputs, strict=True)]
+            local.update({outer: inner.bytes for outer, inner in pairs if inner.bytes < outer.bytes})
+    for node in region.nodes:  # what is computed element by element is split as its operands are
+        for out in node.outs:
+            like = [v for v in node.ins if v in local and v.size == out.size and v.bytes]
+            if out not in local and like and not node.regions:
+                local[out] = local[like[0]] * out.bytes // like[0].bytes
+    return local
+
+
+# ---- buffers and their lives -----------------------------------------------------------------------
+
+
+@dataclass
+class _Peak:
+    """The most that a region holds at once, beyond its inputs."""
+
+    bytes: int = 0
+    live: list[Value] = field(default_factory=list)
+    node: Node | None = None
+
+
+class _Plan:
+    """The buffers of one region, and where each is made and last read."""
+
+    def __init__(self, region: Region, local: dict[Value, int], *, frees: Iterable[Value] = (), body: Node | None = None):  # fmt: skip
+        self.region, self.local, self.frees = region, local, set(frees)
+        self.stacked = self._stacked(body)
+        self.view: dict[Value, Value] = {}
+        for node in region.nodes:
+            if node.name in _VIEWS:
+                self.view.update(zip(node.outs, node.ins, strict=False))
+        self.kept = self._kept()
+        self.leaves = self._leaves()
+
+    def bytes(self, v: Value) -> int:
+        return self.local.get(v, v.bytes)
+
+    def root(self, v: Value) -> Value:
+        """What a view views."""
+        while v in self.view:
+            v = self.view[v]
+        return v
+
+    def _stacked(self, loop: Node | None) -> set[Value]:
+        """Inputs of a scan's body that are slices of a stacked array, and outputs that become so."""
+        if loop is None or loop.name != "scan":
+            return set()
+        n = carried(loop)
+        inside = own_inputs(loop.eqn.params["jaxpr"], self.region)
+        return {*inside[n.consts + n.carry :], *self.region.outputs[n.carry :]}
+
+    def _kept(self) -> set[Value]:
+        """The values that are buffers: decided from the end, since readers decide."""
+        readers: dict[Value, list[Node]] = {}
+        forced = {self.root(v) for v in self.region.outputs if v not in self.stacked}
+        for node in self.region.nodes:
+            for v in node.ins:
+                v = self.root(v)
+                readers.setdefault(v, []).append(node)
+                if not _fuses_operands(node, v):
+                    forced.add(v)
+        kept: set[Value] = set()
+        ends: dict[Value, set] = {}
+        for v in [v for v in self.region.inputs if v in self.stacked]:
+            if v in forced:
+                kept.add(v)
+        for node in reversed(self.region.nodes):
+            if node.name in _VIEWS:
+                for v in node.outs:
+                    readers.setdefault(self.root(v), [])
+                continue
+            for v in node.outs:
+                into: set = set()
+                for reader in readers.get(v, ()):
+                    made = [x for x in reader.outs if x in kept]
+                    inner = reader.outs and not made and reader.name not in _VIEWS
+                    into |= ends.get(reader.outs[0], set()) if inner else {reader}
+                    if len(into) > 2:
+                        break
+                ends[v] = into
+                twice = len(into) > 1 and _worth_keeping(node, v)
+                if v in forced or not _fusible(node) or twice:
+                    kept.add(v)
+        return kept
+
+    def _leaves(self) -> dict[Value, frozenset]:
+        """The buffers that each value is computed from: itself, if it is one."""
+        leaves: dict[Value, frozenset] = {}
+        for v in self.region.inputs:
+            own = v in self.frees or v in self.kept
+            leaves[v] = frozenset((v,)) if own else frozenset()
+        for node in self.region.nodes:
+            below: frozenset = frozenset()
+            for v in node.ins:
+                below |= leaves.get(v, frozenset())
+            for v in node.outs:
+                if v in self.kept:
+                    leaves[v] = frozenset((v,))
+                elif node.name in _VIEWS:
+                    leaves[v] = leaves.get(self.root(v), frozenset())
+                else:
+                    leaves[v] = below
+        return leaves
+
+    def last_reads(self) -> dict[Value, int]:
+        """The position of the last kernel that reads each buffer."""
+        last: dict[Value, int] = {v: -1 for v in self.frees}
+        n = len(self.region.nodes)
+        for i, node in enumerate(self.region.nodes):
+            if node.regions or not node.outs or any(v in self.kept or v in self.stacked for v in node.outs) or not _fusible(node):  # fmt: skip
+                for v in node.ins:
+                    for leaf in self.leaves.get(v, ()):
+                        last[leaf] = i
+        for v in self.region.outputs:
+            if v in self.stacked:
+                continue
+            for leaf in self.leaves.get(v, ()):
+                last[leaf] = n
+        return last
+
+    def peak(self) -> _Peak:
+        """Runs through the program with the set of buffers that exist."""
+        last = self.last_reads()
+        dies: dict[int, list[Value]] = {}
+        for v, i in last.items():
+            dies.setdefault(i, []).append(v)
+        live = {v: None for v in self.region.inputs if v in self.frees or v in self.kept}
+        now = sum(map(self.bytes, live))
+        best = _Peak(now, list(live))
+        for i, node in enumerate(self.region.nodes):
+            made = [v for v in node.outs if v in self.kept and v not in self.view]
+            gone = [v for v in dies.get(i, ()) if v in live]
+            inside = self._inside(node)
+            reused = self._reused(node, made, gone)
+            fresh = sum(map(self.bytes, made)) - reused
+            if now + fresh + inside.bytes > best.bytes:
+                best = _Peak(now + fresh + inside.bytes, [*live, *made, *inside.live], inside.node or node)
+            live.update(dict.fromkeys(made))
+            now += fresh + reused
+            for v in [*gone, *(v for v in made if v not in last)]:
+                live.pop(v, None)
+                now -= self.bytes(v)
+        return best
+
+    def _reused(self, node: Node, made: Sequence[Value], gone: Sequence[Value]) -> int:
+        """Bytes of results that take the place of operands which are read for the last time."""
+        if not (_fusible(node) or node.regions or node.name in _IN_PLACE):
+            return 0
+        free = sorted(map(self.bytes, gone))
+        reused = 0
+        for v in made:
+            if self.bytes(v) in free:
+                free.remove(self.bytes(v))
+                reused += self.bytes(v)
+        return reused
+
+    def _inside(self, node: Node) -> _Peak:
+        """The peak of what a node runs, beyond its operands and results."""
+        best = _Peak()
+        for region in node.regions.values():
+            if node.name == "pallas_call":
+                continue
+            found = _Plan(region, self.local, body=node).peak()
+            best = max(best, found, key=lambda p: p.bytes)
+        return best
+
+
+def _fusible(node: Node) -> bool:
+    return node.name in _CHEAP or node.name in _EXPENSIVE or node.name in _VIEWS
+
+
+def _fuses_operands(node: Node, v: Value) -> bool:
+    """Whether a node computes its operand `v` itself, if it can."""
+    if node.name in ("gather", "dynamic_slice", *_IN_PLACE):
+        return v is not node.ins[0]
+    return (_fusible(node) or node.name in _REDUCTIONS) and node.name != "optimization_barrier"
+
+
+def _worth_keeping(node: Node, v: Value) -> bool:
+    """Whether a value is kept for several readers: computing it again reads or costs more."""
+    large = [x for x in node.ins if 2 * x.size >= v.size and x.known is None]
+    return node.name in _EXPENSIVE or len(set(large)) > 1
+
+
+def _residuals(plan: _Plan) -> list[Buffer]:
+    """What the forward pass makes and the backward pass reads."""
+    found: dict[Value, Buffer] = {}
+    for node in plan.region.nodes:
+        if node.phase == "forward":
+            continue
+        for v in node.ins:
+            for leaf in plan.leaves.get(v, ()):
+                if leaf.node is not None and leaf.node.phase == "forward":
+                    found.setdefault(leaf, _residual(leaf, plan))
+    return list(found.values())
+
+
+def _residual(v: Value, plan: _Plan) -> Buffer:
+    """A residual with the line that made it: of a loop's result, the line in its body."""
+    made, maker = v, v.node
+    while maker is not None and maker.regions and "body" in maker.regions:
+        made = maker.regions["body"].outputs[maker.outs.index(made)]
+        if made.node is None:
+            break
+        maker = made.node
+    assert maker is not None
+    return Buffer(plan.bytes(v), v.aval.str_short(short_dtypes=True), maker.line, maker.name)
+
+
+def _eager(region: Region) -> Region:
+    """The same nodes, each as early as its operands allow."""
+    level: dict[Value, int] = {}
+    depth = []
+    for node in region.nodes:
+        at = 1 + max((level.get(v, 0) for v in node.ins), default=0)
+        level.update(dict.fromkeys(node.outs, at))
+        depth.append(at)
+    order = sorted(range(len(depth)), key=depth.__getitem__)
+    return Region(region.inputs, [region.nodes[i] for i in order], region.outputs)
