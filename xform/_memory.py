@@ -186,7 +186,7 @@ def memory_of(
     found = plan.peak()
     kept = [v for v in region.inputs if v not in matched]
     fixed = sum(map(plan.bytes, kept))
-    unordered = _Plan(_eager(region), shares, frees=matched).peak()
+    unordered = _Plan(region, shares, frees=matched, eager=True).peak()
     at_peak = [_buffer(v, plan.bytes(v), label) for v in (*found.live, *kept)]
     return Memory(
         peak=fixed + found.bytes,
@@ -263,8 +263,9 @@ class _Peak:
 class _Plan:
     """The buffers of one region, and where each is made and last read."""
 
-    def __init__(self, region: Region, local: dict[Value, int], *, frees: Iterable[Value] = (), body: Node | None = None):  # fmt: skip
-        self.region, self.local, self.frees = region, local, set(frees)
+    def __init__(self, region: Region, local: dict[Value, int], *, frees: Iterable[Value] = (), body: Node | None = None, eager: bool = False):  # fmt: skip
+        self.region = region = _eager(region) if eager else region
+        self.local, self.frees, self.eager = local, set(frees), eager
         self.stacked = self._stacked(body)
         self.view: dict[Value, Value] = {}
         for node in region.nodes:
@@ -368,14 +369,17 @@ class _Plan:
         live = {v: None for v in self.region.inputs if v in self.frees or v in self.kept}
         now = sum(map(self.bytes, live))
         best = _Peak(now, list(live))
+        copies = self._early_copies() if self.eager else {}
         for i, node in enumerate(self.region.nodes):
             made = [v for v in node.outs if v in self.kept and v not in self.view]
             gone = [v for v in dies.get(i, ()) if v in live]
             inside = self._inside(node)
             reused = self._reused(node, made, gone)
             fresh = sum(map(self.bytes, made)) - reused
-            if now + fresh + inside.bytes > best.bytes:
-                best = _Peak(now + fresh + inside.bytes, [*live, *made, *inside.live], inside.node or node)
+            extra = inside.bytes + (0 if self.eager else sum(map(self.bytes, _copied(node))))
+            now += copies.get(i, 0)
+            if now + fresh + extra > best.bytes:
+                best = _Peak(now + fresh + extra, [*live, *made, *inside.live], inside.node or node)
             live.update(dict.fromkeys(made))
             now += fresh + reused
             for v in [*gone, *(v for v in made if v not in last)]:
@@ -395,15 +399,44 @@ class _Plan:
                 reused += self.bytes(v)
         return reused
 
+    def _early_copies(self) -> dict[int, int]:
+        """Where copies of operands are made and dropped, as bytes gained and lost at each position.
+
+        In a breadth-first schedule a copy is made as soon as its operand is there.
+        """
+        made = {v: i for i, node in enumerate(self.region.nodes) for v in node.outs}
+        change: dict[int, int] = {}
+        for i, node in enumerate(self.region.nodes):
+            for v in _copied(node):
+                start = made.get(self.root(v), i)
+                change[start] = change.get(start, 0) + self.bytes(v)
+                change[i + 1] = change.get(i + 1, 0) - self.bytes(v)
+        return change
+
     def _inside(self, node: Node) -> _Peak:
         """The peak of what a node runs, beyond its operands and results."""
         best = _Peak()
         for region in node.regions.values():
             if node.name == "pallas_call":
                 continue
-            found = _Plan(region, self.local, body=node).peak()
+            found = _Plan(region, self.local, body=node, eager=self.eager).peak()
             best = max(best, found, key=lambda p: p.bytes)
         return best
+
+
+def _copied(node: Node) -> list[Value]:
+    """The operands that a product needs in another order of dimensions."""
+    if node.name != "dot_general":
+        return []
+    contract, batch = node.eqn.params["dimension_numbers"]
+    copied = []
+    for i, v in enumerate(node.ins[:2]):
+        rank = len(v.aval.shape)
+        free = [d for d in range(rank) if d not in contract[i] and d not in batch[i]]
+        orders = [[*batch[i], *free, *contract[i]], [*batch[i], *contract[i], *free]]
+        if list(range(rank)) not in (orders[:1] if i == 0 else orders):
+            copied.append(v)
+    return copied
 
 
 def _fusible(node: Node) -> bool:
