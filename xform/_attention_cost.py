@@ -50,6 +50,7 @@ class AttentionFlops:
       tiles: over the tiles that run: what HFU counts. Where the mask reads unknown arrays, at most.
       recompute: the part of `tiles` that computes again what the forward pass had.
       causal: whether no query sees a later key.
+      kind: what is multiplied, "bfloat16".
     """
 
     line: str
@@ -59,6 +60,7 @@ class AttentionFlops:
     tiles: int | Fraction
     recompute: int | Fraction
     causal: bool
+    kind: str = "float32"
 
 
 @dataclass(frozen=True)
@@ -144,6 +146,7 @@ def attention_work(
         tiles=high.matrix,
         recompute=exact(high.matrix * (1 - share)),
         causal=causal,
+        kind=high.kind or call.spec.dtype.name,
     )
     return low, high, flops
 
@@ -194,8 +197,12 @@ class _Mask:
         run = jax.vmap(run, in_axes=(0, None, *[None] * len(arrays)))
         shape = []
         for d in reversed(range(self.hidden)):
-            axes = [0 if m and t.shape[d] > 1 else None for m, t in zip(moving, self.types, strict=True)]
-            size = max([t.shape[d] for m, t in zip(moving, self.types, strict=True) if m], default=1)
+            axes = [
+                0 if m and t.shape[d] > 1 else None for m, t in zip(moving, self.types, strict=True)
+            ]
+            size = max(
+                [t.shape[d] for m, t in zip(moving, self.types, strict=True) if m], default=1
+            )
             shape.insert(0, size)
             run = _over_hidden(run, axes, moving, size)
         with jax.ensure_compile_time_eval():
@@ -263,7 +270,9 @@ def _over_hidden(run: Callable, axes: list, moving: list[bool], size: int) -> Ca
     """`run` over one more leading dimension of the arrays that have it."""
 
     def outer(b, h, *arrays):
-        drop = [x[0] if m and a is None else x for x, m, a in zip(arrays, moving, axes, strict=True)]
+        drop = [
+            x[0] if m and a is None else x for x, m, a in zip(arrays, moving, axes, strict=True)
+        ]
         if all(a is None for a in axes):
             return jnp.stack([run(b, h, *drop)] * size)
         return jax.vmap(run, in_axes=(None, None, *axes))(b, h, *drop)
@@ -296,7 +305,9 @@ def _recomputed(call: _Call) -> Fraction:
     given = jax.tree.leaves(
         [jax.tree.map(lambda _, p=p: p, t) for t, p in zip(tiles, _primal(call.fn), strict=True)]
     )
-    moving = {v for v, p in zip(jaxpr.invars, [*given, *[True] * len(context)], strict=True) if not p}
+    moving = {
+        v for v, p in zip(jaxpr.invars, [*given, *[True] * len(context)], strict=True) if not p
+    }
     again = total = 0
     for eqn in jaxpr.eqns:
         depends = any(v in moving for v in eqn.invars if isinstance(v, jax.extend.core.Var))

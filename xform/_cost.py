@@ -162,22 +162,37 @@ class Costs:
     def recompute(self) -> Cost:
         """The part that runs again for the backward pass what the forward pass ran: remat's price."""
         again = self.by_phase().get("recompute", _NONE)
-        return again + Cost({"attention": sum(a.recompute * n for a, n in self.attention)})
+        return sum(
+            (Cost({a.kind: a.recompute * n}) for a, n in self.attention if a.recompute), again
+        )
+
+    @property
+    def model(self) -> Mapping[str, Amount]:
+        """FLOPs that MFU counts, by kind: products without recompute, causal attention by half."""
+        flops = dict(self.total.matrix)
+        for kind, again in self.by_phase().get("recompute", _NONE).matrix.items():
+            flops[kind] = flops[kind] - again
+        for a, n in self.attention:
+            flops[a.kind] = flops.get(a.kind, 0) + (a.model - a.tiles) * n
+        return flops
 
     @property
     def model_flops(self) -> Amount:
-        """What MFU counts: matrix products without recompute, causal attention by half."""
-        tiles = sum(a.tiles * n for a, n in self.attention)
-        again = self.by_phase().get("recompute", _NONE).matrix_flops
-        return self.matrix_flops - again - tiles + sum(a.model * n for a, n in self.attention)
+        """The sum of `model`: the FLOPs of the model itself, whatever the program does besides."""
+        return sum(self.model.values())
 
-    def by_line(self) -> dict[str, Cost]:
+    @property
+    def devices(self) -> int:
+        """On how many devices the program runs."""
+        return max((row.devices for row in self.rows), default=1)
+
+    def by_line(self, *, per_device: bool = False) -> dict[str, Cost]:
         """The total by the user's line, "file:line (function)", the dearest first."""
-        return self._by([row.node.line for row in self.rows])
+        return self._by([row.node.line for row in self.rows], per_device)
 
-    def by_scope(self) -> dict[str, Cost]:
+    def by_scope(self, *, per_device: bool = False) -> dict[str, Cost]:
         """The total by `jax.named_scope`, "block/attention", the dearest first."""
-        return self._by([row.node.scope for row in self.rows])
+        return self._by([row.node.scope for row in self.rows], per_device)
 
     def by_phase(self) -> dict[str, Cost]:
         """The total of "forward", "backward" and "recompute"."""
@@ -187,11 +202,11 @@ class Costs:
         """The total by primitive."""
         return self._by([row.node.name for row in self.rows])
 
-    def _by(self, keys: Iterable[str]) -> dict[str, Cost]:
+    def _by(self, keys: Iterable[str], per_device: bool = False) -> dict[str, Cost]:
         groups: dict[str, list[Row]] = {}
         for key, row in zip(keys, self.rows, strict=True):
             groups.setdefault(key, []).append(row)
-        sums = {key: _total(rows) for key, rows in groups.items()}
+        sums = {key: _total(rows, per_device=per_device) for key, rows in groups.items()}
         return dict(sorted(sums.items(), key=lambda item: -_size(item[1].flops)))
 
     def at(self, **trips: int) -> Costs:
@@ -202,7 +217,9 @@ class Costs:
         """
         if unknown := sorted(trips.keys() - self.trips.keys()):
             have = ", ".join(f"{k} (at {line})" for k, line in self.trips.items()) or "none"
-            raise ValueError(f"`at` got {', '.join(unknown)}; the loops without a count are {have}.")
+            raise ValueError(
+                f"`at` got {', '.join(unknown)}; the loops without a count are {have}."
+            )
         return dataclasses.replace(
             self,
             rows=tuple(Row(r.node, r.each, at(r.times, trips), r.devices) for r in self.rows),
@@ -380,7 +397,11 @@ class _Counter:
     def _bounds(self, node: Node) -> tuple[Cost, Cost]:
         each = self.work[node]
         low = self.low.get(node)
-        least = each if low is None else (each[0], low.matrix, low.other, low.transcendentals, *each[4:])
+        least = (
+            each
+            if low is None
+            else (each[0], low.matrix, low.other, low.transcendentals, *each[4:])
+        )
         return tuple(_total([Row(node, x, 1, 1)]) for x in (least, each))
 
     def bounds(self, region: Region) -> tuple[Cost, Cost]:

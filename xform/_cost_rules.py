@@ -310,7 +310,9 @@ def _ragged_dot(eqn: JaxprEqn) -> Work:
     (x_in, y_in), (x_batch, y_batch) = numbers.dot_dimension_numbers
     del x_in, x_batch
     columns = [
-        n for d, n in enumerate(y.shape) if d not in (*y_in, *y_batch, *numbers.rhs_group_dimensions)
+        n
+        for d, n in enumerate(y.shape)
+        if d not in (*y_in, *y_batch, *numbers.rhs_group_dimensions)
     ]
     return _multiply_adds(eqn, math.prod(x.shape) * math.prod(columns))
 

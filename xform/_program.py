@@ -184,9 +184,7 @@ def _is_concrete(x: Any) -> bool:
 
 def _region(jaxpr: Jaxpr, place: Place) -> Region:
     """A body on its own: new values for its inputs."""
-    consts = [
-        Value(v.aval, known=x) for v, x in zip(jaxpr.constvars, jaxpr.consts, strict=True)
-    ]
+    consts = [Value(v.aval, known=x) for v, x in zip(jaxpr.constvars, jaxpr.consts, strict=True)]
     inputs = [*consts, *(Value(v.aval) for v in jaxpr.invars)]
     region = Region(inputs, [], [])
     region.outputs = _inline(jaxpr, inputs, place, region.nodes)
@@ -293,7 +291,9 @@ def _link_while(node: Node) -> None:
     carry = node.ins[n + m :]
     body = own_inputs(params["body_jaxpr"], node.regions["body"])
     test = own_inputs(params["cond_jaxpr"], node.regions["cond"])
-    for outer, inner in zip([*node.ins[:n], *node.ins[n : n + m]], [*test[:n], *body[:m]], strict=True):
+    for outer, inner in zip(
+        [*node.ins[:n], *node.ins[n : n + m]], [*test[:n], *body[:m]], strict=True
+    ):
         inner.same_as = outer
     for i, outer in enumerate(carry):
         if node.regions["body"].outputs[i] is body[m + i]:
@@ -373,7 +373,13 @@ def trip_count(node: Node) -> int | None:
         return None
     by = next((content(v) for v in step.ins if v is not inside[i]), None)
     start, end = content(node.ins[len(node.ins) - len(carry) + i]), content(y)
-    if by is None or start is None or end is None or int(by) <= 0 or np.asarray(end).dtype.kind not in "iu":
+    if (
+        by is None
+        or start is None
+        or end is None
+        or int(by) <= 0
+        or np.asarray(end).dtype.kind not in "iu"
+    ):
         return None
     span = int(end) - int(start) + (compare.name in ("le", "ge"))
     return max(0, -(-span // int(by)))
