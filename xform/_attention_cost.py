@@ -121,7 +121,7 @@ def attention_work(
     units, row, col = call.plan()
     heads = math.prod(units.sizes) * units.group
     mask = _Mask(call, row.length, col.length, node)
-    program = _program(node.eqn.primitive, tuple(node.eqn.params.items()), tuple(call.operands))
+    program = attention_program(node)
     loops = _loops(program)
     lines = (row if _outer(call.fn) == ROW else col).count
     share = Fraction(1) if call.fn == Attend(call.spec) else 1 - _recomputed(call)
@@ -153,6 +153,12 @@ def attention_work(
 
 def _outer(fn: TileFn) -> str:
     return COL if COL in fn.results else ROW
+
+
+def attention_program(node: Node) -> Jaxpr:
+    """The program that the blockwise lowering makes of an attention equation."""
+    avals = tuple(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in node.ins)
+    return _program(node.eqn.primitive, tuple(node.eqn.params.items()), avals)
 
 
 @functools.lru_cache(maxsize=64)

@@ -9,7 +9,8 @@ XLA is predicted, not run. What it keeps in memory is decided by fusion, so the 
   made of two arrays, or of an elementary function.
 * A view (reshape, transpose) is the buffer that it views. A kernel writes over an operand of the same
   size that it reads last; a product can't. A scatter or `dynamic_update_slice` works in place.
-* Arguments exist throughout, unless donated; a result, from where it is made to the end.
+* Arguments and results have memory of their own throughout; a result that takes over a donated
+  argument has that one's. Until a result is made, a temporary value may be put where it will be.
 * A loop holds its operands, carry and stacked results throughout, and beside them the peak of its body.
 
 On accelerators a program runs in its own order, since XLA schedules for memory there; on CPUs each
@@ -20,14 +21,15 @@ assignment, for a CPU and for an H200; what a library or a split sum needs besid
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import jax
-from jax.extend.core import Jaxpr
+from jax.extend.core import Jaxpr, Literal
 
 from xform._amount import number
+from xform._attention_cost import attention_program
 from xform._program import Node, Region, Value, carried, own_inputs, program, prune
 from xform.jaxpr._walk import trace
 
@@ -181,7 +183,11 @@ def memory_of(
     """Returns what a closed jaxpr needs; `args` may carry shardings, `names` are for the report."""
     donated = list(donated) or [False] * len(jaxpr.invars)
     if len(jaxpr.eqns) == 1 and (by_jit := jaxpr.eqns[0].params.get("donated_invars")):
-        own = dict(zip(jaxpr.eqns[0].invars, by_jit, strict=True))
+        own = {
+            v: gone
+            for v, gone in zip(jaxpr.eqns[0].invars, by_jit, strict=True)
+            if not isinstance(v, Literal)
+        }
         donated = [d or own.get(v, False) for d, v in zip(donated, jaxpr.invars, strict=True)]
     region = prune(program(jaxpr))
     inputs = region.inputs[len(jaxpr.consts) :]
@@ -190,22 +196,24 @@ def memory_of(
     label = {v: f"argument{name}" for v, name in zip(inputs, names, strict=True)}
     matched = _match(inputs, donated, region.outputs)
     breadth_first = (device or jax.default_backend()).lower() == "cpu"
-    plan = _Plan(region, shares, frees=matched, eager=breadth_first)
+    plan = _Plan(region, shares, donated=matched, eager=breadth_first)
     found = plan.peak()
-    other = _Plan(region, shares, frees=matched, eager=not breadth_first).peak()
-    kept = [v for v in region.inputs if v not in matched]
-    fixed = sum(map(plan.bytes, kept))
-    at_peak = [_buffer(v, plan.bytes(v), label) for v in (*found.live, *kept)]
+    other = _Plan(region, shares, donated=matched, eager=not breadth_first).peak()
+    taken = list(matched.values())
+    results = [v for v in region.outputs if v not in taken or taken.remove(v)]
+    size = lambda values: sum(map(plan.bytes, values))
+    fixed = size(region.inputs) + size(results)
+    at_peak = [*found.live, *region.inputs, *(v for v in results if v.known is None)]
     return Memory(
         peak=fixed + found.bytes,
-        arguments=sum(map(plan.bytes, region.inputs)),
-        outputs=sum(map(plan.bytes, dict.fromkeys(v for v in region.outputs if v.known is None))),
-        donated=sum(map(plan.bytes, matched)),
-        at_peak=_largest(at_peak),
-        peak_line=found.node.line if found.node else "its arguments",
+        arguments=size(region.inputs),
+        outputs=size(region.outputs),
+        donated=size(matched),
+        at_peak=_largest(_buffer(v, plan.bytes(v), label) for v in at_peak),
+        peak_line=found.node.line if found.node else "its results",
         residuals=_largest(_residuals(plan)),
         peak_otherwise=fixed + other.bytes,
-    )  # fmt: skip
+    )
 
 
 def _largest(buffers: Iterable[Buffer]) -> tuple[Buffer, ...]:
@@ -220,15 +228,16 @@ def _buffer(v: Value, nbytes: int, label: dict[Value, str]) -> Buffer:
 
 def _match(
     inputs: Sequence[Value], donated: Sequence[bool], outputs: Sequence[Value]
-) -> set[Value]:
-    """The donated inputs whose memory an output of the same type takes over."""
+) -> dict[Value, Value]:
+    """The donated inputs, each with the output of the same type that takes over its memory."""
     form = lambda v: (v.aval.shape, v.aval.dtype)
-    free = [form(v) for v in outputs if v.known is None]
-    matched = set()
+    free = [v for v in outputs if v.known is None]
+    matched = {}
     for v, gone in zip(inputs, donated, strict=True):
-        if gone and form(v) in free:
-            free.remove(form(v))
-            matched.add(v)
+        takes = next((out for out in free if gone and form(out) == form(v)), None)
+        if takes is not None:
+            free.remove(takes)
+            matched[v] = takes
     return matched
 
 
@@ -275,12 +284,30 @@ class _Peak:
     node: Node | None = None
 
 
+@dataclass
+class _Span:
+    """The life of one piece of memory, from the first to the last node that needs it.
+
+    Attributes:
+      values: what it holds, from which node on.
+    """
+
+    bytes: int
+    start: int
+    end: int
+    values: list[tuple[int, Value]]
+
+    def at(self, i: int) -> Value:
+        """What it holds at a node."""
+        return next(v for start, v in reversed(self.values) if start <= i)
+
+
 class _Plan:
     """The buffers of one region, and where each is made and last read."""
 
-    def __init__(self, region: Region, local: dict[Value, int], *, frees: Iterable[Value] = (), body: Node | None = None, eager: bool = False):  # fmt: skip
+    def __init__(self, region: Region, local: dict[Value, int], *, donated: Mapping[Value, Value] | None = None, body: Node | None = None, eager: bool = False):  # fmt: skip
         self.region = region = _eager(region) if eager else region
-        self.local, self.frees, self.eager = local, set(frees), eager
+        self.local, self.donated, self.eager, self.body = local, dict(donated or {}), eager, body
         self.stacked = self._stacked(body)
         self.view: dict[Value, Value] = {}
         for node in region.nodes:
@@ -319,7 +346,7 @@ class _Plan:
         kept: set[Value] = set()
         ends: dict[Value, set] = {}
         for v in [v for v in self.region.inputs if v in self.stacked]:
-            if v in forced:
+            if v in forced or len(set(readers.get(v, ()))) > 1:
                 kept.add(v)
         for node in reversed(self.region.nodes):
             if node.name in _VIEWS:
@@ -344,8 +371,7 @@ class _Plan:
         """The buffers that each value is computed from: itself, if it is one."""
         leaves: dict[Value, frozenset] = {}
         for v in self.region.inputs:
-            own = v in self.frees or v in self.kept
-            leaves[v] = frozenset((v,)) if own else frozenset()
+            leaves[v] = frozenset() if v in self.stacked and v not in self.kept else frozenset((v,))
         for node in self.region.nodes:
             below: frozenset = frozenset()
             for v in node.ins:
@@ -361,7 +387,7 @@ class _Plan:
 
     def last_reads(self) -> dict[Value, int]:
         """The position of the last kernel that reads each buffer."""
-        last: dict[Value, int] = {v: -1 for v in self.frees}
+        last: dict[Value, int] = {}
         n = len(self.region.nodes)
         for i, node in enumerate(self.region.nodes):
             if node.regions or not node.outs or any(v in self.kept or v in self.stacked for v in node.outs) or not _fusible(node):  # fmt: skip
@@ -376,43 +402,121 @@ class _Plan:
         return last
 
     def peak(self) -> _Peak:
-        """Runs through the program with the set of buffers that exist."""
-        last = self.last_reads()
-        dies: dict[int, list[Value]] = {}
-        for v, i in last.items():
-            dies.setdefault(i, []).append(v)
-        live = {v: None for v in self.region.inputs if v in self.frees or v in self.kept}
-        now = sum(map(self.bytes, live))
-        best = _Peak(now, list(live))
-        copies = self._early_copies() if self.eager else {}
-        for i, node in enumerate(self.region.nodes):
-            made = [v for v in node.outs if v in self.kept and v not in self.view]
-            gone = [v for v in dies.get(i, ()) if v in live]
-            inside = self._inside(node)
-            reused = self._reused(node, made, gone)
-            fresh = sum(map(self.bytes, made)) - reused
-            extra = inside.bytes + (0 if self.eager else sum(map(self.bytes, _copied(node))))
-            now += copies.get(i, 0)
-            if now + fresh + extra > best.bytes:
-                best = _Peak(now + fresh + extra, [*live, *made, *inside.live], inside.node or node)
-            live.update(dict.fromkeys(made))
-            now += fresh + reused
-            for v in [*gone, *(v for v in made if v not in last)]:
-                live.pop(v, None)
-                now -= self.bytes(v)
-        return best
+        """The most that is held at once beside arguments and results."""
+        nodes = self.region.nodes
+        heap = self._fit(self._spans())
+        passing = [self._passing(node) for node in nodes]
+        change = self._early_copies() if self.eager else {}
+        for span in heap:
+            change[span.start] = change.get(span.start, 0) + span.bytes
+            change[span.end + 1] = change.get(span.end + 1, 0) - span.bytes
+        now, best, at = 0, 0, None
+        for i in range(-1, len(nodes)):
+            now += change.get(i, 0)
+            total = now + (passing[i].bytes if i >= 0 else 0)
+            if total > best:
+                best, at = total, i
+        if at is None:
+            return _Peak()
+        live = [span.at(at) for span in heap if span.start <= at <= span.end]
+        inside = passing[at] if at >= 0 else _Peak()
+        return _Peak(best, [*live, *inside.live], inside.node or nodes[max(at, 0)])
 
-    def _reused(self, node: Node, made: Sequence[Value], gone: Sequence[Value]) -> int:
-        """Bytes of results that take the place of operands which are read for the last time."""
-        if not (_fusible(node) or node.regions or node.name in _IN_PLACE):
-            return 0
-        free = sorted(map(self.bytes, gone))
-        reused = 0
-        for v in made:
-            if self.bytes(v) in free:
-                free.remove(self.bytes(v))
-                reused += self.bytes(v)
-        return reused
+    def _spans(self) -> list[_Span]:
+        """The lives of all buffers but inputs, results that overwrite an operand as one with it."""
+        last, nodes = self.last_reads(), self.region.nodes
+        spans: list[_Span] = [
+            _Span(self.bytes(v), -1, last.get(v, -1), [(-1, v)])
+            for v in self.region.inputs
+            if v in self.stacked and v in self.kept
+        ]
+        ending: dict[int, list[_Span]] = {}
+        for span in spans:
+            ending.setdefault(span.end, []).append(span)
+        skip = self._in_carry(last)
+        for i, node in enumerate(nodes):
+            over = ending.get(i, []) if _overwrites(node) else []
+            for v in node.outs:
+                if v not in self.kept or v in self.view or v in skip:
+                    continue
+                size = self.bytes(v)
+                span = next((s for s in over if s.bytes == size), None)
+                if span is None:
+                    span = _Span(size, i, i, [])
+                    spans.append(span)
+                else:
+                    over.remove(span)
+                span.values.append((i, v))
+                span.end = max(i, last.get(v, i))
+                ending.setdefault(span.end, []).append(span)
+        return spans
+
+    def _in_carry(self, last: Mapping[Value, int]) -> set[Value]:
+        """New values of a loop's carry that are made where the old one is no longer needed."""
+        if self.body is None or self.body.name not in ("scan", "while"):
+            return set()
+        n, params = carried(self.body), self.body.eqn.params
+        consts = params["body_nconsts"] if self.body.name == "while" else n.consts
+        jaxpr = params["body_jaxpr" if self.body.name == "while" else "jaxpr"]
+        if len(self.region.outputs) < n.carry:  # a while's condition
+            return set()
+        old = own_inputs(jaxpr, self.region)[consts : consts + n.carry]
+        made = {v: i for i, node in enumerate(self.region.nodes) for v in node.outs}
+        found = set()
+        for before, after in zip(old, map(self.root, self.region.outputs), strict=False):
+            if after.node is None or self.bytes(before) != self.bytes(after):
+                continue
+            i = made[after]
+            if last.get(before, -1) < i + _overwrites(after.node):
+                found.add(after)
+        return found
+
+    def _fit(self, spans: list[_Span]) -> list[_Span]:
+        """What is left for the heap when results have lent their memory until they are made."""
+        if self.body is not None:
+            return spans
+        n, last = len(self.region.nodes), self.last_reads()
+        made = {v: i for i, node in enumerate(self.region.nodes) for v in node.outs}
+        homes: list[tuple[int, list[tuple[int, int]]]] = []
+        results = {self.root(v) for v in self.region.outputs}
+        before = {self.root(out): v for v, out in self.donated.items()}
+        for v in results & self.kept:
+            busy = [(made.get(v, -1), n)]
+            if v in before:
+                busy.append((-1, last.get(before[v], -1)))
+            homes.append((self.bytes(v), busy))
+        homes.sort(key=lambda home: home[0])
+        heap = []
+        for span in sorted(spans, key=lambda s: -s.bytes):
+            if any(v in results for _, v in span.values):
+                # A result, and what it overwrites: the memory is the result's, unless it is in use.
+                first = next(i for i, v in span.values if v in results)
+                home = next(b for size, b in homes if size == span.bytes and (first, n) in b)
+                others = [(start, end) for start, end in home if (start, end) != (first, n)]
+                if all(first <= start or span.start > end for start, end in others):
+                    home.append((span.start, first))
+                    continue
+                span = _Span(span.bytes, span.start, first, [x for x in span.values if x[0] < first])
+                if not span.values:
+                    continue
+            fits = (
+                busy
+                for size, busy in homes
+                if size >= span.bytes
+                and all(span.end < start or span.start > end for start, end in busy)
+            )
+            if (busy := next(fits, None)) is None:
+                heap.append(span)
+            else:
+                busy.append((span.start, span.end))
+        return heap
+
+    def _passing(self, node: Node) -> _Peak:
+        """What exists only while a node runs."""
+        inside = self._inside(node)
+        if not self.eager:
+            inside.bytes += sum(map(self.bytes, _copied(node)))
+        return inside
 
     def _early_copies(self) -> dict[int, int]:
         """Where copies of operands are made and dropped, as bytes gained and lost at each position.
@@ -431,12 +535,21 @@ class _Plan:
     def _inside(self, node: Node) -> _Peak:
         """The peak of what a node runs, beyond its operands and results."""
         best = _Peak()
+        if node.name in ("flex_attention", "tile_sum"):
+            found = _Plan(prune(program(attention_program(node))), {}, eager=self.eager).peak()
+            results = sum(map(self.bytes, node.outs))
+            return _Peak(max(0, found.bytes - results))
         for region in node.regions.values():
             if node.name == "pallas_call":
                 continue
             found = _Plan(region, self.local, body=node, eager=self.eager).peak()
             best = max(best, found, key=lambda p: p.bytes)
         return best
+
+
+def _overwrites(node: Node) -> bool:
+    """Whether a node can write its result over an operand that it reads last."""
+    return _fusible(node) or bool(node.regions) or node.name in _IN_PLACE
 
 
 def _copied(node: Node) -> list[Value]:
