@@ -338,34 +338,32 @@ class _Plan:
         readers: dict[Value, list[Node]] = {}
         forced = {self.root(v) for v in self.region.outputs if v not in self.stacked}
         for node in self.region.nodes:
-            for v in node.ins:
-                v = self.root(v)
+            for v in map(self.root, node.ins if node.name not in _VIEWS else ()):
                 readers.setdefault(v, []).append(node)
                 if not _fuses_operands(node, v):
                     forced.add(v)
         kept: set[Value] = set()
         ends: dict[Value, set] = {}
-        for v in [v for v in self.region.inputs if v in self.stacked]:
-            if v in forced or len(set(readers.get(v, ()))) > 1:
-                kept.add(v)
         for node in reversed(self.region.nodes):
-            if node.name in _VIEWS:
-                for v in node.outs:
-                    readers.setdefault(self.root(v), [])
-                continue
-            for v in node.outs:
-                into: set = set()
-                for reader in readers.get(v, ()):
-                    made = [x for x in reader.outs if x in kept]
-                    inner = reader.outs and not made and reader.name not in _VIEWS
-                    into |= ends.get(reader.outs[0], set()) if inner else {reader}
-                    if len(into) > 2:
-                        break
-                ends[v] = into
+            for v in node.outs if node.name not in _VIEWS else ():
+                ends[v] = into = self._sinks(readers.get(v, ()), kept, ends)
                 twice = len(into) > 1 and _worth_keeping(node, v)
                 if v in forced or not _fusible(node) or twice:
                     kept.add(v)
+        for v in self.stacked.intersection(self.region.inputs):
+            if v in forced or len(self._sinks(readers.get(v, ()), kept, ends)) > 1:
+                kept.add(v)
         return kept
+
+    def _sinks(self, readers: Iterable[Node], kept: set[Value], ends: dict[Value, set]) -> set:
+        """The kernels that compute a value with these readers inside; two stand for more."""
+        into: set = set()
+        for reader in readers:
+            fused = reader.outs and not any(v in kept for v in reader.outs)
+            into |= ends.get(reader.outs[0], set()) if fused else {reader}
+            if len(into) > 1:
+                break
+        return into
 
     def _leaves(self) -> dict[Value, frozenset]:
         """The buffers that each value is computed from: itself, if it is one."""
@@ -430,17 +428,23 @@ class _Plan:
             for v in self.region.inputs
             if v in self.stacked and v in self.kept
         ]
+        for v in self.donated:
+            # A loop reads a copy of what a result will overwrite.
+            if loops := [i for i, node in enumerate(nodes) if node.regions and v in node.ins]:
+                spans.append(_Span(self.bytes(v), loops[0], loops[-1], [(loops[0], v)]))
         ending: dict[int, list[_Span]] = {}
         for span in spans:
             ending.setdefault(span.end, []).append(span)
         skip = self._in_carry(last)
         for i, node in enumerate(nodes):
-            over = ending.get(i, []) if _overwrites(node) else []
-            for v in node.outs:
+            over = ending.get(i, [])
+            for j, v in enumerate(node.outs):
                 if v not in self.kept or v in self.view or v in skip:
                     continue
-                size = self.bytes(v)
-                span = next((s for s in over if s.bytes == size), None)
+                size, may = self.bytes(v), _overwritten(node, j)
+                may = {self.root(x) for x in may}
+                leaves = {leaf for x in may for leaf in self.leaves.get(x, ())}
+                span = next((s for s in over if s.bytes == size and s.values[-1][1] in leaves), None)
                 if span is None:
                     span = _Span(size, i, i, [])
                     spans.append(span)
@@ -467,7 +471,7 @@ class _Plan:
             if after.node is None or self.bytes(before) != self.bytes(after):
                 continue
             i = made[after]
-            if last.get(before, -1) < i + _overwrites(after.node):
+            if last.get(before, -1) < i + bool(_overwritten(after.node, 0)):
                 found.add(after)
         return found
 
@@ -547,9 +551,19 @@ class _Plan:
         return best
 
 
-def _overwrites(node: Node) -> bool:
-    """Whether a node can write its result over an operand that it reads last."""
-    return _fusible(node) or bool(node.regions) or node.name in _IN_PLACE
+def _overwritten(node: Node, result: int) -> Sequence[Value]:
+    """The operands that a node can write one of its results over, if it reads them last.
+
+    A kernel over any, an update in place over what it updates, a loop over the start of its carry.
+    """
+    if _fusible(node):
+        return node.ins
+    if node.name in _IN_PLACE:
+        return node.ins[:1]
+    if node.name in ("scan", "while"):
+        n = carried(node)
+        return node.ins[n.consts + result : n.consts + result + 1] if result < n.carry else ()
+    return ()
 
 
 def _copied(node: Node) -> list[Value]:
