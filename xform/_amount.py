@@ -6,9 +6,6 @@ from collections.abc import Mapping
 from fractions import Fraction
 from typing import Any
 
-type Amount = int | Fraction | Polynomial
-"""What is counted. Never a float: counts are exact."""
-
 
 class Polynomial:
     """A sum of products of symbols with exact coefficients, such as `128·T1·T2 + 64·T1 + 3`.
@@ -106,6 +103,10 @@ class Polynomial:
         return format(repr(self), "" if spec.endswith((",", "f", "g", "d")) else spec)
 
 
+type Amount = int | Fraction | Polynomial
+"""What is counted. Never a float: counts are exact."""
+
+
 def exact(x: int | Fraction) -> int | Fraction:
     """A fraction as an integer where it is one."""
     return int(x) if isinstance(x, Fraction) and x.denominator == 1 else x
@@ -144,8 +145,7 @@ def number(x: Amount) -> str:
         return repr(x)
     if abs(x) < 1e6:
         return f"{int(x):,}" if x == int(x) else f"{float(x):,.1f}"
-    for power, prefix in ((15, "P"), (12, "T"), (9, "G"), (6, "M")):
-        if abs(x) >= 10**power:
-            break
+    prefixes = {15: "P", 12: "T", 9: "G", 6: "M"}
+    power = next(power for power in prefixes if abs(x) >= 10**power)
     value = float(Fraction(x) / 10**power)
-    return f"{value:.4g} {prefix}" if value < 10_000 else f"{value:,.0f} {prefix}"
+    return f"{value:.4g} {prefixes[power]}" if value < 10_000 else f"{value:,.0f} {prefixes[power]}"

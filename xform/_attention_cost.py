@@ -1,10 +1,10 @@
 """What attention costs: the tiles that its mask leaves, counted before anything runs.
 
-`flex_attention` and its derivatives are one equation each, whose program runs one step for each live
-tile. Which tiles are live is the block map's to say, and here it is asked at once: exactly where the
-mask reads no arrays or only known ones, else within bounds (an unknown array holds any value, so that
-`causal() & documents(ids)` is at most causal). The step itself is counted from the program of the
-blockwise lowering, so that a count is of what runs.
+`flex_attention` and its derivatives are one equation each, whose program runs one step for each
+live tile. Which tiles are live is the block map's to say, and here it is asked at once: exactly
+where the mask reads no arrays or only known ones, else within bounds (an unknown array holds any
+value, so that `causal() & documents(ids)` is at most causal). The step itself is counted from the
+program of the blockwise lowering, so that a count is of what runs.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ class AttentionFlops:
       full: over all T × S pairs, as if nothing were masked.
       model: what MFU counts: half of `full` if the mask is causal, whatever else it hides, else all
         of it; in a backward pass without the scores that it computes again.
-      exact: over the pairs that the mask leaves; None if it reads arrays whose content is not known.
+      exact: over the pairs that the mask leaves; None if it reads arrays whose content is not
+        known.
       tiles: over the tiles that run: what HFU counts. Where the mask reads unknown arrays, at most.
       recompute: the part of `tiles` that computes again what the forward pass had.
       causal: whether no query sees a later key.
@@ -174,7 +175,7 @@ def _loops(program: Jaxpr) -> int:
     return sum("while" not in dict(site.path) for site in sites)
 
 
-# ---- the mask --------------------------------------------------------------------------------------
+# ---- the mask ------------------------------------------------------------------------------------
 
 
 class _Mask:
@@ -286,7 +287,7 @@ def _over_hidden(run: Callable, axes: list, moving: list[bool], size: int) -> Ca
     return outer
 
 
-# ---- what a backward pass computes again -----------------------------------------------------------
+# ---- what a backward pass computes again ---------------------------------------------------------
 
 
 def _recomputed(call: _Call) -> Fraction:

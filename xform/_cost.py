@@ -1,9 +1,10 @@
 """`cost`: what a program costs, counted from its jaxpr before anything is compiled.
 
-Every equation's work (`xform._cost_rules`) times how often it runs: a scan as often as its length, a
-while as often as its condition says or else a symbolic `T1` times, a cond between its cheapest and its
-dearest branch, a `shard_map` on each of its devices, a kernel at each point of its grid. What is
-counted is the program as written: XLA may leave out what nothing needs (`cost(...).compiled()`).
+Every equation's work (`xform._cost_rules`) times how often it runs: a scan as often as its length,
+a while as often as its condition says or else a symbolic `T1` times, a cond between its cheapest
+and its dearest branch, a `shard_map` on each of its devices, a kernel at each point of its grid.
+What is counted is the program as written: XLA may leave out what nothing needs
+(`cost(...).compiled()`).
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ class Cost:
       transcendentals: elementary functions evaluated, not part of FLOPs.
       bytes: moved to and from memory if every equation reads its operands and writes its results.
       fused_bytes: moved if each straight run of equations were one perfect kernel: it reads what
-        comes from outside once, and writes once what outlives it. A loop's body is a run of its own.
+        comes from outside once, and writes once what outlives it. A loop's body is a run of its
+        own.
       collective_bytes: sent by devices over each mesh axis.
     """
 
@@ -98,6 +100,9 @@ _FIELDS = tuple(f.name for f in dataclasses.fields(Cost))
 _NONE = Cost()
 
 
+type Each = tuple[str, Amount, Amount, Amount, int, int, Mapping[str, Amount] | None]
+
+
 class Row:
     """One equation, with what it does once and how often it runs.
 
@@ -113,9 +118,6 @@ class Row:
 
     def __init__(self, node: Node, each: Each, times: Amount, devices: int):
         self.node, self.each, self.times, self.devices = node, each, times, devices
-
-
-type Each = tuple[str, Amount, Amount, Amount, int, int, Mapping[str, Amount] | None]
 
 
 @dataclass(frozen=True)
@@ -160,7 +162,7 @@ class Costs:
 
     @property
     def recompute(self) -> Cost:
-        """The part that runs again for the backward pass what the forward pass ran: remat's price."""
+        """What runs again for the backward pass that the forward pass ran: the price of remat."""
         again = self.by_phase().get("recompute", _NONE)
         return sum(
             (Cost({a.kind: a.recompute * n}) for a, n in self.attention if a.recompute), again
@@ -242,8 +244,8 @@ def cost(f: Callable, *, strict: bool = True) -> Callable[..., Costs]:
         nothing but the bytes of its operands and results.
 
     Returns:
-      A function of the arguments of `f`, which may be `jax.ShapeDtypeStruct`s, that returns `Costs`.
-      Concrete arguments tell more: what a mask leaves, how often a loop runs.
+      A function of the arguments of `f`, which may be `jax.ShapeDtypeStruct`s, that returns
+      `Costs`. Concrete arguments tell more: what a mask leaves, how often a loop runs.
 
     Raises:
       NotImplementedError: at a primitive without a rule, with the user's line and how to write one.
@@ -460,8 +462,8 @@ def _price(jaxpr: Jaxpr, trips: Sequence[Amount]) -> Work:
     if counter.unknown:
         raise NotImplementedError(_no_rule(counter.unknown))
     total = _total(counter.rows)
-    kinds = [kind for kind, flops in total.matrix.items() if flops]
-    return Work(total.matrix_flops, total.other, total.transcendentals, kind=kinds[0] if kinds else None)  # fmt: skip
+    kind = next((kind for kind, flops in total.matrix.items() if flops), None)
+    return Work(total.matrix_flops, total.other, total.transcendentals, kind=kind)
 
 
 def _spread(node: Node) -> int:
@@ -513,7 +515,8 @@ def _blocks_moved(node: Node, points: int) -> int:
 def _phases(rows: Sequence[Row]) -> list[str]:
     """Of each row: "forward", "backward" or "recompute".
 
-    What a remat runs is not all of it run again: it also computes what only the backward pass needs.
+    What a remat runs is not all of it run again: it also computes what only the backward pass
+      needs.
     An equation is run again if the forward pass has the same one: from the same point of the user's
     program, the same primitive, the same result.
     """
@@ -572,7 +575,8 @@ def table(costs: Costs, lines: int = 12) -> str:
         amounts = (c.matrix_flops, c.other, c.transcendentals, c.bytes, c.fused_bytes, network)
         rows.append((*map(number, amounts), line))
     widths = [max(len(row[i]) for row in rows) for i in range(6)]
-    out = ["  ".join([*(x.rjust(w) for x, w in zip(row, widths, strict=False)), row[-1]]) for row in rows]  # fmt: skip
+    cells = lambda row: [x.rjust(w) for x, w in zip(row[:-1], widths, strict=True)]
+    out = ["  ".join([*cells(row), row[-1]]) for row in rows]
     if len(by_line) > lines:
         out.append(f"… and {len(by_line) - lines} lines more")
     if costs.low != costs.high:
@@ -587,5 +591,6 @@ def table(costs: Costs, lines: int = 12) -> str:
             f"exact {seen}, tiles that run {number(a.tiles * n)} FLOP"
         )
     out += [f"{name} is how often the loop at {line} runs" for name, line in costs.trips.items()]
-    out += [f"no rule for `{k}` at {', '.join(lines)}: 0 FLOPs counted" for k, lines in costs.unknown.items()]  # fmt: skip
+    for name, found in costs.unknown.items():
+        out.append(f"no rule for `{name}` at {', '.join(found)}: 0 FLOPs counted")
     return "\n".join(out)

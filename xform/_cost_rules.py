@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any
 
 import jax.numpy as jnp
@@ -158,7 +159,7 @@ _table(_transcendental, """
 
 @cost_rule("integer_pow")
 def _integer_pow(eqn: JaxprEqn) -> Work:
-    """By repeated squaring: a product for each bit of the exponent but one, and for each one bit."""
+    """By repeated squaring: a square for each bit but the first, a product for each bit set."""
     n = abs(eqn.params["y"])
     products = max(0, n.bit_length() + n.bit_count() - 2)
     each = (0, products, 6 * products)[_weight(aval(eqn.invars[0]).dtype)]
@@ -371,9 +372,13 @@ def _lu(m: int, n: int) -> int:
     return (6 * m * n * k - 3 * (m + n) * k**2 + 2 * k**3) // 3
 
 
+def _qr(m: int, n: int) -> int:
+    return 2 * min(m, n) ** 2 * (3 * max(m, n) - min(m, n)) // 3
+
+
 _table(_factorise(lambda m, n: n * (n + 1) * (2 * n + 1) // 6), "cholesky")
 _table(_factorise(_lu), "lu")
-_table(_factorise(lambda m, n: 2 * min(m, n) ** 2 * (3 * max(m, n) - min(m, n)) // 3), "qr geqrf geqp3 householder_product")  # fmt: skip
+_table(_factorise(_qr), "qr geqrf geqp3 householder_product")
 _table(_factorise(lambda m, n: 9 * n**3), "eigh")
 _table(_factorise(lambda m, n: 25 * n**3), "eig schur")
 _table(_factorise(lambda m, n: 4 * m * n * min(m, n) + 22 * min(m, n) ** 3), "svd")
@@ -416,8 +421,6 @@ def sent(eqn: JaxprEqn, sizes: Mapping[str, int]) -> tuple[dict[str, Any], int] 
     an all-to-all of p send `p (n - 1) / n`, a permutation p for each pair. It is what a ring on one
     axis of all devices would send, divided among the axes.
     """
-    from fractions import Fraction
-
     rule = _COLLECTIVES.get(eqn.primitive.name)
     if rule is None:
         return None
@@ -480,12 +483,17 @@ def _permute(eqn, payload, ns) -> list:
 
 
 _COLLECTIVES: dict[str, Callable] = {
-    **dict.fromkeys(("psum", "pmax", "pmin", "psum_invariant", "unreduced_psum", "pbroadcast"), _all_reduce),
-    **dict.fromkeys(("psum_start", "psum_invariant_start", "unreduced_pmax", "unreduced_pmin"), _all_reduce),
-    **dict.fromkeys(("reduce_scatter", "reduce_scatter_start", "unreduced_reduce_scatter"), _reduce_scatter),
-    **dict.fromkeys(("all_gather", "all_gather_invariant", "all_gather_start", "all_gather_reduced"), _all_gather),
-    **dict.fromkeys(("all_to_all", "all_to_all_start", "ragged_all_to_all"), _all_to_all),
-    **dict.fromkeys(("ppermute", "ppermute_start"), _permute),
-}  # fmt: skip
+    name: rule
+    for rule, names in (
+        (_all_reduce, "psum pmax pmin psum_invariant unreduced_psum unreduced_pmax unreduced_pmin"),
+        (_all_reduce, "psum_start psum_invariant_start pbroadcast"),
+        (_reduce_scatter, "reduce_scatter reduce_scatter_start unreduced_reduce_scatter"),
+        (_all_gather, "all_gather all_gather_invariant all_gather_reduced all_gather_start"),
+        (_all_gather, "all_gather_reduced_start"),
+        (_all_to_all, "all_to_all all_to_all_start ragged_all_to_all"),
+        (_permute, "ppermute ppermute_start"),
+    )
+    for name in names.split()
+}
 _SUMS = {name for name, rule in _COLLECTIVES.items() if rule in (_all_reduce, _reduce_scatter)}
 _table(lambda eqn: _NOTHING, " ".join(_COLLECTIVES))

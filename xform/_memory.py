@@ -1,17 +1,19 @@
 """`memory`: how much a program needs at once, before it is compiled.
 
-XLA is predicted, not run. What it keeps in memory is decided by fusion, so the model is one of fusion:
+XLA is predicted, not run. What it keeps in memory is decided by fusion, so the model is one of
+fusion:
 
-* A *buffer* is a value that must exist: what a product, reduction, loop or collective makes, what such
-  an operation (but a reduction) reads, and what a program returns. All else is computed inside the
-  kernels that read it, and prolongs the life of the buffers that it is computed from.
-* A value that several kernels read is kept if computing it twice costs more than reading it: if it is
-  made of two arrays, or of an elementary function.
-* A view (reshape, transpose) is the buffer that it views. A kernel writes over an operand of the same
-  size that it reads last; a product can't. A scatter or `dynamic_update_slice` works in place.
+* A *buffer* is a value that must exist: what a product, reduction, loop or collective makes, what
+  such an operation (but a reduction) reads, and what a program returns. All else is computed inside
+  the kernels that read it, and prolongs the life of the buffers that it is computed from.
+* A value that several kernels read is kept if computing it twice costs more than reading it: if it
+  is made of two arrays, or of an elementary function.
+* A view (reshape, transpose) is the buffer that it views. A kernel writes over an operand of the
+  same size that it reads last; a product can't. A scatter or `dynamic_update_slice` works in place.
 * Arguments and results have memory of their own throughout; a result that takes over a donated
   argument has that one's. Until a result is made, a temporary value may be put where it will be.
-* A loop holds its operands, carry and stacked results throughout, and beside them the peak of its body.
+* A loop holds its operands, carry and stacked results throughout, and beside them the peak of its
+  body.
 
 On accelerators a program runs in its own order, since XLA schedules for memory there; on CPUs each
 operation runs as soon as it can. `tests/test_memory.py` holds the model to 10 % of XLA's own buffer
@@ -33,27 +35,43 @@ from xform._attention_cost import attention_program
 from xform._program import Node, Region, Value, carried, own_inputs, program, prune
 from xform.jaxpr._walk import trace
 
-_VIEWS = frozenset(
-    "reshape squeeze expand_dims transpose stop_gradient name pvary pcast sharding_constraint reshard"
-    " copy_p bitcast_convert_type mesh_cast layout_constraint optimization_barrier preduced".split()
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+_VIEWS = _names(
+    """
+    reshape squeeze expand_dims transpose stop_gradient name pvary pcast sharding_constraint reshard
+    copy_p bitcast_convert_type mesh_cast layout_constraint optimization_barrier preduced
+    """
 )
 # What runs inside another kernel, of which some need more than one cycle for an element.
-_EXPENSIVE = frozenset(
-    "exp exp2 expm1 log log1p log2 sqrt rsqrt cbrt pow sin cos tan asin acos atan atan2 sinh cosh tanh"
-    " asinh acosh atanh logistic erf erfc erf_inv lgamma digamma div rem integer_pow".split()
+_EXPENSIVE = _names(
+    """
+    exp exp2 expm1 log log1p log2 sqrt rsqrt cbrt pow sin cos tan asin acos atan atan2 sinh cosh
+    tanh asinh acosh atanh logistic erf erfc erf_inv lgamma digamma div rem integer_pow
+    """
 )
-_CHEAP = frozenset(
-    "add sub mul neg add_any max min abs sign floor ceil round is_finite nextafter eq ne lt le gt ge"
-    " clamp square one_minus_square reciprocal conj real imag complex select_n convert_element_type"
-    " reduce_precision broadcast_in_dim iota concatenate pad rev slice dynamic_slice gather and or xor"
-    " not shift_left shift_right_logical shift_right_arithmetic population_count clz mulhi copy split"
-    " axis_index program_id platform_index create_token random_wrap random_unwrap".split()
+_CHEAP = _names(
+    """
+    add sub mul neg add_any max min abs sign floor ceil round is_finite nextafter eq ne lt le gt ge
+    clamp square one_minus_square reciprocal conj real imag complex select_n convert_element_type
+    reduce_precision broadcast_in_dim iota concatenate pad rev slice dynamic_slice gather and or xor
+    not shift_left shift_right_logical shift_right_arithmetic population_count clz mulhi copy split
+    axis_index program_id platform_index create_token random_wrap random_unwrap
+    """
 )
-_REDUCTIONS = frozenset(
-    "reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or reduce_xor argmax argmin reduce".split()
+_REDUCTIONS = _names(
+    """
+    reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or reduce_xor argmax argmin
+    reduce
+    """
 )
-_IN_PLACE = frozenset(
-    "dynamic_update_slice scatter scatter-add scatter-sub scatter-mul scatter-min scatter-max".split()
+_IN_PLACE = _names(
+    """
+    dynamic_update_slice scatter scatter-add scatter-sub scatter-mul scatter-min scatter-max
+    """
 )
 
 
@@ -87,10 +105,10 @@ class Memory:
       donated: the part of the arguments whose memory results take over.
       at_peak: what exists at the peak, the largest first.
       peak_line: where the peak is.
-      residuals: what the forward pass leaves for the backward, the largest first, with the line that
-        made it; of a scan, stacked over its iterations.
-      peak_otherwise: the peak in another order: breadth first, where `peak` is for a device that orders
-        for memory, and in program order, where it is for a CPU.
+      residuals: what the forward pass leaves for the backward, the largest first, with the line
+        that made it; of a scan, stacked over its iterations.
+      peak_otherwise: the peak in another order: breadth first, where `peak` is for a device that
+        orders for memory, and in program order, where it is for a CPU.
     """
 
     peak: int
@@ -133,8 +151,8 @@ class Memory:
             lines += [f"  {b}" for b in self.residuals[:5]]
         if self.depends_on_schedule:
             lines.append(
-                f"the schedule decides: up to {number(self.peak_otherwise)}B in another order of the "
-                "same operations; a `scan` over equal layers fixes the order"
+                f"the schedule decides: up to {number(self.peak_otherwise)}B in another order of "
+                "the same operations; a `scan` over equal layers fixes the order"
             )
         return "\n".join(lines)
 
@@ -147,12 +165,12 @@ def memory(
     Args:
       f: a function of pytrees of arrays. What a jitted one donates is known.
       donate_argnums: positional arguments to donate besides.
-      device: "cpu", whose compiler orders a program breadth first, or another, whose compiler orders
-        it for memory; by default what JAX runs on.
+      device: "cpu", whose compiler orders a program breadth first, or another, whose compiler
+        orders it for memory; by default what JAX runs on.
 
     Returns:
-      A function of the arguments of `f`, which may be `jax.ShapeDtypeStruct`s, that returns `Memory`.
-      An argument with a sharding counts what one device holds of it.
+      A function of the arguments of `f`, which may be `jax.ShapeDtypeStruct`s, that returns
+      `Memory`. An argument with a sharding counts what one device holds of it.
 
     >>> import jax, jax.numpy as jnp
     >>> x = jax.ShapeDtypeStruct((1024, 1024), jnp.float32)
@@ -165,7 +183,7 @@ def memory(
     def predicted(*args, **kwargs) -> Memory:
         jaxpr = trace(f, *args, **kwargs)
         leaves = jax.tree.leaves_with_path((args, kwargs))
-        given = [len(path) > 1 and path[0].idx == 0 and path[1].idx in donate for path, _ in leaves]  # pyright: ignore
+        given = [len(path) > 1 and path[0].idx == 0 and path[1].idx in donate for path, _ in leaves]
         names = [jax.tree_util.keystr(path[1:]) for path, _ in leaves]
         return memory_of(jaxpr, [x for _, x in leaves], names=names, donated=given, device=device)
 
@@ -241,7 +259,7 @@ def _match(
     return matched
 
 
-# ---- how much of a value one device holds ----------------------------------------------------------
+# ---- how much of a value one device holds --------------------------------------------------------
 
 
 def _shares(region: Region, inputs: Sequence[Value], args: Sequence[Any]) -> dict[Value, int]:
@@ -272,7 +290,7 @@ def _shares(region: Region, inputs: Sequence[Value], args: Sequence[Any]) -> dic
     return local
 
 
-# ---- buffers and their lives -----------------------------------------------------------------------
+# ---- buffers and their lives ---------------------------------------------------------------------
 
 
 @dataclass
@@ -305,7 +323,15 @@ class _Span:
 class _Plan:
     """The buffers of one region, and where each is made and last read."""
 
-    def __init__(self, region: Region, local: dict[Value, int], *, donated: Mapping[Value, Value] | None = None, body: Node | None = None, eager: bool = False):  # fmt: skip
+    def __init__(
+        self,
+        region: Region,
+        local: dict[Value, int],
+        *,
+        donated: Mapping[Value, Value] | None = None,
+        body: Node | None = None,
+        eager: bool = False,
+    ):
         self.region = region = _eager(region) if eager else region
         self.local, self.donated, self.eager, self.body = local, dict(donated or {}), eager, body
         self.stacked = self._stacked(body)
@@ -326,7 +352,7 @@ class _Plan:
         return v
 
     def _stacked(self, loop: Node | None) -> set[Value]:
-        """Inputs of a scan's body that are slices of a stacked array, and outputs that become so."""
+        """What a scan's body reads of stacked arrays, and what it writes to them."""
         if loop is None or loop.name != "scan":
             return set()
         n = carried(loop)
@@ -388,7 +414,8 @@ class _Plan:
         last: dict[Value, int] = {}
         n = len(self.region.nodes)
         for i, node in enumerate(self.region.nodes):
-            if node.regions or not node.outs or any(v in self.kept or v in self.stacked for v in node.outs) or not _fusible(node):  # fmt: skip
+            is_kernel = node.regions or not node.outs or not _fusible(node)
+            if is_kernel or any(v in self.kept or v in self.stacked for v in node.outs):
                 for v in node.ins:
                     for leaf in self.leaves.get(v, ()):
                         last[leaf] = i
@@ -444,7 +471,9 @@ class _Plan:
                 size, may = self.bytes(v), _overwritten(node, j)
                 may = {self.root(x) for x in may}
                 leaves = {leaf for x in may for leaf in self.leaves.get(x, ())}
-                span = next((s for s in over if s.bytes == size and s.values[-1][1] in leaves), None)
+                span = next(
+                    (s for s in over if s.bytes == size and s.values[-1][1] in leaves), None
+                )
                 if span is None:
                     span = _Span(size, i, i, [])
                     spans.append(span)
@@ -500,7 +529,9 @@ class _Plan:
                 if all(first <= start or span.start > end for start, end in others):
                     home.append((span.start, first))
                     continue
-                span = _Span(span.bytes, span.start, first, [x for x in span.values if x[0] < first])
+                span = _Span(
+                    span.bytes, span.start, first, [x for x in span.values if x[0] < first]
+                )
                 if not span.values:
                     continue
             fits = (

@@ -1,16 +1,16 @@
 """A program as the regions that run: what `cost` and `memory` read.
 
 Calls (jit, remat, custom_jvp, …) only name their equations, so they are taken apart: their body's
-equations stand where the call stood. A loop, a branch, a kernel or a `shard_map` stays one node that
-holds *regions* of its own, because its body runs more or less than once, or on other shapes. Values
-are objects: whoever reads one knows what made it, and whether it outlives its region.
+equations stand where the call stood. A loop, a branch, a kernel or a `shard_map` stays one node
+that holds *regions* of its own, because its body runs more or less than once, or on other shapes.
+Values are objects: whoever reads one knows what made it, and whether it outlives its region.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -19,7 +19,7 @@ from jax.core import Tracer
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
 from xform.jaxpr._interpret import called
-from xform.jaxpr._walk import UNKNOWN, source_line, sub_jaxprs
+from xform.jaxpr._walk import UNKNOWN, source_line
 
 # Larger arrays are not computed for the sake of a report.
 _LARGE = 2**24
@@ -321,11 +321,11 @@ _LINKS = {
 }
 
 
-# ---- content ---------------------------------------------------------------------------------------
+# ---- content -------------------------------------------------------------------------------------
 
 
 def content(value: Value) -> Any | None:
-    """What a value holds, computed from constants and concrete arguments; None if they don't say."""
+    """What a value holds, from constants and concrete arguments; None if they don't say."""
     with jax.ensure_compile_time_eval():
         return _content(value)
 
@@ -369,7 +369,7 @@ def trip_count(node: Node) -> int | None:
     i = carry.index(x)
     inside = own_inputs(params["body_jaxpr"], body)[params["body_nconsts"] :]
     step = body.outputs[i].node
-    if step is None or step.name != "add" or x.aval.shape or not inside[i] in step.ins:
+    if step is None or step.name != "add" or x.aval.shape or inside[i] not in step.ins:
         return None
     by = next((content(v) for v in step.ins if v is not inside[i]), None)
     start, end = content(node.ins[len(node.ins) - len(carry) + i]), content(y)

@@ -1,14 +1,15 @@
 """What a device can do at best, and how near a program comes to it.
 
-A roofline (Williams, Waterman and Patterson, doi:10.1145/1498765.1498785) bounds the time of each line
-of a program from below by its FLOPs, its memory traffic and its communication. MFU and HFU (Chowdhery
-et al., arXiv:2204.02311, appendix B) are the share of a device's peak that a measured time used: of
-the model's own FLOPs, or of all that ran.
+A roofline (Williams, Waterman and Patterson, doi:10.1145/1498765.1498785) bounds the time of each
+line of a program from below by its FLOPs, its memory traffic and its communication. MFU and HFU
+(Chowdhery et al., arXiv:2204.02311, appendix B) are the share of a device's peak that a measured
+time used: of the model's own FLOPs, or of all that ran.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -74,11 +75,11 @@ DEVICES = {
     ),
     "H100": Device(
         "H100", _nvidia(989.4e12, 1978.9e12, 494.7e12, 66.9e12, 66.9e12), 3.35e12, 80e9, 450e9,
-        "NVIDIA H100 datasheet (SXM): rates with sparsity halved; NVLink 900 GB/s, half of it each way",
+        "NVIDIA H100 datasheet (SXM): rates with sparsity halved; NVLink 900 GB/s, half each way",
     ),
     "H200": Device(
         "H200", _nvidia(989.4e12, 1978.9e12, 494.7e12, 66.9e12, 66.9e12), 4.8e12, 141e9, 450e9,
-        "NVIDIA H200 datasheet (SXM): rates with sparsity halved; NVLink 900 GB/s, half of it each way",
+        "NVIDIA H200 datasheet (SXM): rates with sparsity halved; NVLink 900 GB/s, half each way",
     ),
     "B200": Device(
         "B200", _nvidia(2.25e15, 4.5e15, 1.125e15, 75e12, 37e12), 8e12, 180e9, 900e9,
@@ -86,7 +87,10 @@ DEVICES = {
     ),
     "TPU v5p": Device(
         "TPU v5p",
-        {"bfloat16": 459e12, "float16": 459e12, "float32": 459e12, "int8": 918e12, "float32@highest": 459e12 / 6},
+        {
+            **dict.fromkeys(("bfloat16", "float16", "float32"), 459e12),
+            "int8": 918e12, "float32@highest": 459e12 / 6,
+        },
         2.765e12, 95e9, 600e9,
         "cloud.google.com/tpu/docs/v5p: 459 TFLOP/s bf16, 918 TOP/s int8, 2,765 GB/s, 4,800 Gbit/s "
         "between chips; float32 in full is six passes in bfloat16",
@@ -135,7 +139,7 @@ def _measured_cpu(size: int = 1024) -> Device:
     bandwidth = 2 * long.nbytes / best(jax.jit(lambda x: x + 1), long)
     kinds = dict.fromkeys(("float32", "float32@highest", "bfloat16", "float16", "int8"), flops)
     return Device(
-        "cpu", {**kinds, "float64": flops / 2, "complex64": flops}, bandwidth, float("inf"), bandwidth,
+        "cpu", {**kinds, "float64": flops / 2, "complex64": flops}, bandwidth, math.inf, bandwidth,
         "measured here: a float32 product of two 1024 × 1024 matrices, and x + 1 on 128 MiB",
     )  # fmt: skip
 
@@ -167,7 +171,8 @@ def mfu(
 ) -> Utilisation:
     """Returns the model-FLOPs utilisation of a program that took so long.
 
-    It counts the FLOPs of the model alone: matrix products, without what remat computes again; causal
+    It counts the FLOPs of the model alone: matrix products, without what remat computes again;
+      causal
     attention by half, whatever else its mask hides; a backward pass as twice the forward.
 
     Args:
@@ -205,10 +210,10 @@ def _utilisation(name, matrix, what, costs: Costs, seconds, on, devices) -> Util
     share = on.seconds(matrix) / devices / seconds
     if share > 1:
         raise ValueError(
-            f"{name} would be {share:.0%}: {number(int(sum(map(float, matrix.values()))))}FLOP in "
-            f"{seconds:.3g} s on {devices} × {on.name} are more than it can do. Check that `seconds` "
-            "covers the whole call (`jax.block_until_ready`), that the device is the right one, and "
-            "`devices`."
+            f"{name} would be {share:.0%}: {number(round(sum(map(float, matrix.values()))))}FLOP "
+            f"in {seconds:.3g} s on {devices} × {on.name} are more than it can do. Check that "
+            "`seconds` covers the whole call (`jax.block_until_ready`), that the device is the "
+            "right one, and `devices`."
         )
     return Utilisation(share, name, f"{what}; of {on.name}'s dense peak")
 
@@ -247,7 +252,7 @@ class Bound:
     def intensity(self) -> float:
         """FLOPs for each byte."""
         moved = float(self.cost.fused_bytes)
-        return float(self.cost.flops) / moved if moved else float("inf")
+        return float(self.cost.flops) / moved if moved else math.inf
 
 
 @dataclass(frozen=True)
