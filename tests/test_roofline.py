@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 from xform import Device, causal, cost, device, flex_attention, hfu, mfu, roofline
-from xform._roofline import DEVICES
+from xform._devices import DEVICES
 
 S = jax.ShapeDtypeStruct
 x = S((4096, 4096), jnp.bfloat16)

@@ -8,10 +8,10 @@ from xform._cost import Costs as Costs
 from xform._cost import cost as cost
 from xform._cost_rules import Work as Work
 from xform._cost_rules import cost_rule as cost_rule
+from xform._devices import Device as Device
+from xform._devices import device as device
 from xform._memory import Memory as Memory
 from xform._memory import memory as memory
-from xform._roofline import Device as Device
-from xform._roofline import device as device
 from xform._roofline import hfu as hfu
 from xform._roofline import mfu as mfu
 from xform._roofline import roofline as roofline
