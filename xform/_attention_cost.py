@@ -33,8 +33,8 @@ from xform.primitives import attention, tile_sum
 from xform.primitives._intervals import unknown
 from xform.primitives.block_map import block_map
 
-# The largest part of a mask that is evaluated at a time, and the largest that is at all.
-_CHUNK, _PAIRS = 2**22, 2**31
+# No more pairs than this are asked one by one.
+_PAIRS = 2**31
 
 
 @dataclass(frozen=True)
@@ -213,8 +213,8 @@ class _Mask:
             shape.insert(0, size)
             run = _over_hidden(run, axes, moving, size)
         with jax.ensure_compile_time_eval():
-            out = run(jnp.arange(self.batch), jnp.arange(self.heads), *arrays)
-            out = np.asarray(out)
+            indices = (jnp.arange(n, dtype=jnp.int32) for n in (self.batch, self.heads))
+            out = np.asarray(jax.jit(run)(*indices, *arrays))
         return out.reshape(-1, *out.shape[len(shape) + 2 :])
 
     def tiles(self, q_tile: int, kv_tile: int) -> np.ndarray:
@@ -246,23 +246,22 @@ class _Mask:
             return None
         program = jax.extend.core.jaxpr_as_fun(self.spec.mask)
 
-        def some(i, j):
-            q, k = i * q_tile + jnp.arange(q_tile), j * kv_tile + jnp.arange(kv_tile)
-            inside = (q < self.rows)[:, None] & (k < self.cols)[None]
-            at = jnp.minimum(q, self.rows - 1), jnp.minimum(k, self.cols - 1)
+        i, j = (jnp.asarray(x, jnp.int32) for x in np.nonzero(mixed))
 
-            def count(b, h, *context):
-                point = lambda q, k: program(b, h, q, k, *context)[0]
+        def counts(b, h, *context):
+            point = lambda q, k: program(b, h, q, k, *context)[0]
+
+            def tile(ij):
+                q, k = ij[0] * q_tile + jnp.arange(q_tile), ij[1] * kv_tile + jnp.arange(kv_tile)
+                inside = (q < self.rows)[:, None] & (k < self.cols)[None]
+                at = jnp.minimum(q, self.rows - 1), jnp.minimum(k, self.cols - 1)
                 seen = jax.vmap(jax.vmap(point, (None, 0)), (0, None))(*at)
                 return jnp.sum(seen & inside, dtype=jnp.int32)
 
-            return count
+            return jax.lax.map(tile, (i, j))
 
-        total = 0
-        for i, j in zip(*np.nonzero(mixed), strict=True):
-            counts = self._over_maps(some(jnp.int32(i), jnp.int32(j)))
-            total += int(np.sum(counts * (kinds[:, i, j] == PARTIAL)))
-        return exact(Fraction(total + full * q_tile * kv_tile, maps))
+        found = self._over_maps(counts).astype(np.int64) * (kinds == PARTIAL)[:, mixed]
+        return exact(Fraction(int(found.sum()) + full * q_tile * kv_tile, maps))
 
 
 def _used(mask: Jaxpr | None) -> set[int]:

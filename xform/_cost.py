@@ -150,6 +150,9 @@ class Costs:
         """The work of the device that does most: one of each `shard_map`."""
         return _total(self.rows, per_device=True)
 
+    matrix = property(
+        lambda self: self.total.matrix, doc="FLOPs of products, by what is multiplied."
+    )
     flops = property(lambda self: self.total.flops, doc="All FLOPs, on all devices.")
     matrix_flops = property(lambda self: self.total.matrix_flops, doc="Those of matrix products.")
     other_flops = property(lambda self: self.total.other, doc="All other FLOPs.")
@@ -436,6 +439,7 @@ def _each(node: Node, work: Work, network: Mapping | None, loaded: set) -> Each:
         seen = v  # x * x reads x once
         if work.read is None:
             read = (read or 0) + v.bytes
+        v = v if v.view is None else v.view
         if v.node is None or v.node.regions:
             if work.read is not None:
                 fused = work.read

@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -33,7 +34,7 @@ class Device:
     network: float
     source: str
 
-    def seconds(self, matrix: Mapping[str, float]) -> float:
+    def seconds(self, matrix: Mapping[str, Any]) -> float:
         """The least time of matrix products, FLOPs by kind.
 
         Raises:
@@ -44,7 +45,7 @@ class Device:
                 f"no peak is known of {self.name} for products of {', '.join(missing)}; known are "
                 f"{', '.join(self.peak)}. Say it: `dataclasses.replace(device, peak={{…}})`."
             )
-        return sum(float(n) / self.peak[kind] for kind, n in matrix.items() if n)
+        return sum((float(n) / self.peak[kind] for kind, n in matrix.items() if n), 0.0)
 
 
 def _nvidia(narrow: float, eight: float, tf32: float, full: float, double: float) -> dict:

@@ -32,7 +32,7 @@ from jax.extend.core import Jaxpr, Literal
 
 from xform._amount import number
 from xform._attention_cost import attention_program
-from xform._program import Node, Region, Value, carried, own_inputs, program, prune
+from xform._program import VIEWS, Node, Region, Value, carried, own_inputs, program, prune
 from xform.jaxpr._walk import trace
 
 
@@ -40,12 +40,7 @@ def _names(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-_VIEWS = _names(
-    """
-    reshape squeeze expand_dims transpose stop_gradient name pvary pcast sharding_constraint reshard
-    copy_p bitcast_convert_type mesh_cast layout_constraint optimization_barrier preduced
-    """
-)
+_VIEWS = VIEWS | {"transpose", "copy_p"}
 # What runs inside another kernel, of which some need more than one cycle for an element.
 _EXPENSIVE = _names(
     """

@@ -24,6 +24,15 @@ from xform.jaxpr._walk import UNKNOWN, source_line
 # Larger arrays are not computed for the sake of a report.
 _LARGE = 2**24
 
+# What gives an array another type or shape and leaves its memory as it is.
+VIEWS = frozenset(
+    {
+        "reshape", "squeeze", "expand_dims", "bitcast_convert_type", "stop_gradient", "name",
+        "optimization_barrier", "pvary", "pcast", "preduced", "sharding_constraint", "reshard",
+        "mesh_cast", "layout_constraint",
+    }
+)  # fmt: skip
+
 
 class Value:
     """One array of a program.
@@ -33,11 +42,12 @@ class Value:
       size, bytes: of its elements; a reference counts as the array that it refers to.
       node: what makes it; None for an input of its region.
       escapes: whether anything but plain nodes of its own region reads it.
+      view: the value whose memory it is, seen in another shape.
       same_as: for an input of a region, the value outside that it always equals.
       known: its content, where a literal, a constant or a concrete argument says it.
     """
 
-    __slots__ = ("aval", "bytes", "escapes", "known", "node", "same_as", "size")
+    __slots__ = ("aval", "bytes", "escapes", "known", "node", "same_as", "size", "view")
 
     def __init__(self, aval, node: Node | None = None, known: Any = None):
         self.aval = aval = getattr(aval, "inner_aval", aval)
@@ -47,7 +57,14 @@ class Value:
         self.node = node
         self.known = known
         self.same_as: Value | None = None
+        self.view: Value | None = None
         self.escapes = False
+
+    def escape(self) -> None:
+        """Marks it, and what it is a view of, as read outside of its run of nodes."""
+        self.escapes = True
+        if self.view is not None:
+            self.view.escapes = True
 
     def __repr__(self):
         return f"Value({self.aval.str_short()})"
@@ -189,7 +206,7 @@ def _region(jaxpr: Jaxpr, place: Place) -> Region:
     region = Region(inputs, [], [])
     region.outputs = _inline(jaxpr, inputs, place, region.nodes)
     for value in region.outputs:
-        value.escapes = True
+        value.escape()
     return region
 
 
@@ -212,8 +229,11 @@ def _inline(jaxpr: Jaxpr, inputs: Sequence[Value], place: Place, nodes: list[Nod
             inside = place.within(eqn)
             node.regions = {label: _region(body, inside) for label, body in find(eqn)}
             for value in ins:
-                value.escapes = True
+                value.escape()
             _LINKS.get(eqn.primitive.name, lambda node: None)(node)
+        elif eqn.primitive.name in VIEWS:
+            for value, source in zip(node.outs, ins, strict=False):
+                value.view = source if source.view is None else source.view
         nodes.append(node)
         env.update(zip(eqn.outvars, node.outs, strict=True))
     return [read(atom) for atom in jaxpr.outvars]
