@@ -3,11 +3,11 @@
 from xform import jaxpr as jaxpr
 from xform import primitives as primitives
 from xform import sharding as sharding
-from xform._cost import Cost as Cost
-from xform._cost import Costs as Costs
 from xform._cost import cost as cost
 from xform._cost_rules import Work as Work
 from xform._cost_rules import cost_rule as cost_rule
+from xform._costs import Cost as Cost
+from xform._costs import Costs as Costs
 from xform._devices import Device as Device
 from xform._devices import device as device
 from xform._memory import Memory as Memory

@@ -107,7 +107,8 @@ def _weight(dtype) -> int:
 _NOTHING, _VIEW = Work(), Work(read=0, written=0)
 _table(lambda eqn: _VIEW, " ".join(VIEWS))
 _table(lambda eqn: _VIEW, """
-    vary_unreduced_cast_p reduced_vary_cast_p create_token after_all add_dependency tie shape_assertion check device_put
+    vary_unreduced_cast_p reduced_vary_cast_p create_token after_all add_dependency tie
+    shape_assertion check device_put
     axis_index platform_index program_id num_programs multiple_of max_contiguous new_ref freeze
     empty_ref free_ref random_wrap random_unwrap random_clone debug_callback debug_print dce_sink
     inspect_sharding broadcast_to einshape_lo dimension_size dim_as_value xla_metadata_value

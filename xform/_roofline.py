@@ -12,7 +12,7 @@ import math
 from dataclasses import dataclass
 
 from xform._amount import number
-from xform._cost import Cost, Costs
+from xform._costs import Cost, Costs
 from xform._devices import Device, device
 
 
