@@ -145,7 +145,8 @@ def evaluate(config: Config, mesh: Mesh, params: dict, documents: list[np.ndarra
 def forecast(config: Config, mesh: Mesh) -> Costs:
     """Prints what loss and gradients cost and need, before anything is compiled; returns costs."""
     params = jax.eval_shape(partial(llama.init, config.model), jax.random.key(0))
-    rows = Rows(*[jax.ShapeDtypeStruct((config.batch, config.length), np.int32)] * 3)
+    shape = (config.batch, config.length)
+    rows = jax.eval_shape(lambda: Rows(*[np.zeros(shape, np.int32)] * 3))
     costs = cost(gradients(config, mesh))(params, rows)
     print(f"{costs}\n{memory(gradients(config, mesh))(params, rows)}")
     return costs

@@ -7,6 +7,7 @@ from importlib.util import find_spec
 import jax
 import jax.experimental.pallas as pl
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
@@ -259,8 +260,9 @@ def test_shard_map_counts_each_device_and_all():
         y = jax.lax.all_gather(y, "dp", tiled=True)
         return jax.lax.psum_scatter(y, "dp", tiled=True)
 
-    specs = dict(in_specs=(P("dp", "tp"), P("tp", None)), out_specs=P("dp"), check_vma=False)
-    costs = cost(jax.shard_map(f, mesh=mesh(), **specs))(f32(32, 16), f32(16, 8))
+    specs = P("dp", "tp"), P("tp", None)
+    sharded = jax.shard_map(f, mesh=mesh(), in_specs=specs, out_specs=P("dp"), check_vma=False)
+    costs = cost(sharded)(f32(32, 16), f32(16, 8))
     part = 2 * 8 * 8 * 8
     assert costs.per_device.matrix_flops == part
     assert costs.matrix_flops == 8 * part
@@ -334,7 +336,7 @@ def test_fused_loop_moves_its_carry_and_slices_each_time():
 def test_slices_move_what_they_take():
     assert cost(lambda x: x[5])(f32(1000, 10)).fused_bytes == 2 * 40
     rows = cost(lambda x, i: x[i])(f32(1000, 10), S((3,), jnp.int32))
-    assert rows.by_primitive()["gather"].fused_bytes <= 2 * 3 * 40 + 2 * 3 * 4
+    assert float(rows.by_primitive()["gather"].fused_bytes) <= 2 * 3 * 40 + 2 * 3 * 4
     assert cost(lambda x: x.at[3].set(0.0))(f32(1000, 10)).fused_bytes < 200
 
 
@@ -437,7 +439,7 @@ def test_masks_that_read_known_arrays_are_counted_exactly():
     f = lambda q, k, v, ids: attend(q, k, v, causal() & documents(ids))
     ((known, _),) = cost(f)(*qkv(length), ids).attention
     assert known.exact == 2 * 4 * (128 * 129 // 2) * (D + V) * B * H
-    assert cost(lambda *a: f(*a, ids))(*qkv(length)).attention[0][0] == known
+    assert cost(lambda q, k, v: f(q, k, v, ids))(*qkv(length)).attention[0][0] == known
     assert cost(jax.jit(f))(*qkv(length), ids).attention[0][0].exact == known.exact
 
 
@@ -468,6 +470,7 @@ def test_causal_attention_can_not_pass_the_peak_by_its_formula():
     """At 16k the full formula says twice what runs: MFU counts half."""
     q = S((1, 16_384, 1, 64), jnp.bfloat16)
     ((a, _),) = cost(attend)(q, q, q).attention
+    assert a.exact is not None
     assert a.model < a.exact < a.tiles < 1.05 * a.model
     assert a.full == 2 * a.model
 
@@ -484,7 +487,7 @@ def grad_products(f, *args):
 def test_example_model_counts_what_its_formula_says():
     config, length = llama.Config(), 256
     params = jax.eval_shape(partial(llama.init, config), jax.random.key(0))
-    rows = Rows(*(S((2, length), jnp.int32) for _ in Rows._fields))
+    rows = jax.eval_shape(lambda: Rows(*[np.zeros((2, length), np.int32)] * 3))
     step = jax.value_and_grad(lambda p, r: llama.loss(p, r, config)[0])
     with jax.numpy_rank_promotion("allow"):
         costs = cost(step)(params, rows)

@@ -4,6 +4,7 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding
@@ -15,6 +16,13 @@ from xform._hlo import compile_for
 from xform.train import Rows
 
 S = jax.ShapeDtypeStruct
+
+
+@pytest.fixture(autouse=True)
+def broadcasting():
+    """As models do it."""
+    with jax.numpy_rank_promotion("allow"):
+        yield
 
 
 def f32(*shape):
@@ -65,9 +73,13 @@ CONFIG = llama.Config()
 OPTIMIZER = optax.adamw(1e-3)
 
 
+def rows_of(batch, length):
+    return jax.eval_shape(lambda: Rows(*[np.zeros((batch, length), np.int32)] * 3))
+
+
 def example():
     params = jax.eval_shape(partial(llama.init, CONFIG), jax.random.key(0))
-    return params, Rows(*(S((4, 256), jnp.int32) for _ in Rows._fields))
+    return params, rows_of(4, 256)
 
 
 def example_loss(params, rows):
@@ -145,8 +157,7 @@ def test_peak_grows_with_the_batch(f):
 
 def test_peak_of_the_example_grows_with_the_batch():
     params, _ = example()
-    rows = lambda n: Rows(*(S((n, 64), jnp.int32) for _ in Rows._fields))
-    peaks = [memory(jax.grad(example_loss))(params, rows(n)).peak for n in (1, 2, 4, 8)]
+    peaks = [memory(jax.grad(example_loss))(params, rows_of(n, 64)).peak for n in (1, 2, 4, 8)]
     assert peaks == sorted(set(peaks))
 
 

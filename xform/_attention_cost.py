@@ -19,7 +19,7 @@ from fractions import Fraction
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Jaxpr
+from jax.extend.core import Jaxpr, Var, jaxpr_as_fun
 from jax.interpreters import partial_eval as pe
 
 from xform._amount import exact
@@ -244,7 +244,7 @@ class _Mask:
         mixed = (kinds == PARTIAL).any(0)
         if int(mixed.sum()) * q_tile * kv_tile * maps > _PAIRS:
             return None
-        program = jax.extend.core.jaxpr_as_fun(self.spec.mask)
+        program = jaxpr_as_fun(self.spec.mask)
 
         i, j = (jnp.asarray(x, jnp.int32) for x in np.nonzero(mixed))
 
@@ -316,7 +316,7 @@ def _recomputed(call: _Call) -> Fraction:
     }
     again = total = 0
     for eqn in jaxpr.eqns:
-        depends = any(v in moving for v in eqn.invars if isinstance(v, jax.extend.core.Var))
+        depends = any(v in moving for v in eqn.invars if isinstance(v, Var))
         moving.update(eqn.outvars if depends else ())
         if eqn.primitive.name == "contract":
             flops = RULES["contract"](eqn).matrix

@@ -197,7 +197,7 @@ class _Counter:
             if low is None
             else (each[0], low.matrix, low.other, low.transcendentals, *each[4:])
         )
-        return tuple(add_up([Row(node, x, 1, 1)]) for x in (least, each))
+        return add_up([Row(node, least, 1, 1)]), add_up([Row(node, each, 1, 1)])
 
     def bounds(self, region: Region) -> tuple[Cost, Cost]:
         """The least and the most that one run of a region costs, on all its devices."""

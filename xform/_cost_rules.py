@@ -26,6 +26,7 @@ import numpy as np
 from jax import lax
 from jax.extend.core import JaxprEqn
 
+from xform._amount import Amount
 from xform._program import VIEWS
 
 
@@ -41,9 +42,9 @@ class Work:
       kind: what numbers are multiplied, "bfloat16"; that of the first operand by default.
     """
 
-    matrix: int = 0
-    other: int = 0
-    transcendentals: int = 0
+    matrix: Amount = 0
+    other: Amount = 0
+    transcendentals: Amount = 0
     read: int | None = None
     written: int | None = None
     kind: str | None = None
