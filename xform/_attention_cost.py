@@ -199,32 +199,22 @@ class _Mask:
             unknown(t.shape[self.hidden :], t.dtype) if x is None else jnp.asarray(x)
             for x, t in zip(self.arrays, self.types, strict=True)
         ]
-        moving = [x is not None for x in self.arrays]
-        run = jax.vmap(f, in_axes=(None, 0, *[None] * len(arrays)))
-        run = jax.vmap(run, in_axes=(0, None, *[None] * len(arrays)))
-        shape = []
-        for d in reversed(range(self.hidden)):
-            axes = [
-                0 if m and t.shape[d] > 1 else None for m, t in zip(moving, self.types, strict=True)
-            ]
-            size = max(
-                [t.shape[d] for m, t in zip(moving, self.types, strict=True) if m], default=1
-            )
-            shape.insert(0, size)
-            run = _over_hidden(run, axes, moving, size)
+        moving = tuple(x is not None for x in self.arrays)
+        axes, sizes = [], []
+        for d in range(self.hidden):
+            full = [m and t.shape[d] > 1 for m, t in zip(moving, self.types, strict=True)]
+            axes.append(tuple(0 if x else None for x in full))
+            known = [t.shape[d] for x, t in zip(full, self.types, strict=True) if x]
+            sizes.append(max(known, default=1))
+        run = _runner(f, moving, tuple(axes), tuple(sizes))
         with jax.ensure_compile_time_eval():
             indices = (jnp.arange(n, dtype=jnp.int32) for n in (self.batch, self.heads))
-            out = np.asarray(jax.jit(run)(*indices, *arrays))
-        return out.reshape(-1, *out.shape[len(shape) + 2 :])
+            out = np.asarray(run(*indices, *arrays))
+        return out.reshape(-1, *out.shape[self.hidden + 2 :])
 
     def tiles(self, q_tile: int, kv_tile: int) -> np.ndarray:
         """The block maps `[maps, rows, cols]`."""
-        return self._over_maps(
-            lambda b, h, *context: block_map(
-                self.spec.mask, context, b=b, h=h,
-                q_len=self.rows, kv_len=self.cols, q_tile=q_tile, kv_tile=kv_tile,
-            )
-        )  # fmt: skip
+        return self._over_maps(_classify(self.spec.mask, self.rows, self.cols, q_tile, kv_tile))
 
     @functools.cached_property
     def causal(self) -> bool:
@@ -272,16 +262,32 @@ def _used(mask: Jaxpr | None) -> set[int]:
     return {i for i, v in enumerate(mask.invars[4:]) if id(v) in read}
 
 
-def _over_hidden(run: Callable, axes: list, moving: list[bool], size: int) -> Callable:
+@functools.lru_cache(maxsize=256)
+def _classify(mask: Jaxpr | None, rows: int, cols: int, q_tile: int, kv_tile: int) -> Callable:
+    """The block map of one head; the same function for the same mask, so that it compiles once."""
+    lengths = dict(q_len=rows, kv_len=cols, q_tile=q_tile, kv_tile=kv_tile)
+    return lambda b, h, *context: block_map(mask, context, b=b, h=h, **lengths)
+
+
+@functools.lru_cache(maxsize=256)
+def _runner(f: Callable, moving: tuple, axes: tuple, sizes: tuple) -> Callable:
+    """`f` over all heads, batches and hidden dimensions, of which known arrays have some."""
+    others = (None,) * len(moving)
+    run = jax.vmap(jax.vmap(f, (None, 0, *others)), (0, None, *others))
+    for axis, size in zip(reversed(axes), reversed(sizes), strict=True):
+        run = _over_hidden(run, axis, moving, size)
+    return jax.jit(run)
+
+
+def _over_hidden(run: Callable, axes: tuple, moving: tuple, size: int) -> Callable:
     """`run` over one more leading dimension of the arrays that have it."""
 
     def outer(b, h, *arrays):
-        drop = [
-            x[0] if m and a is None else x for x, m, a in zip(arrays, moving, axes, strict=True)
-        ]
-        if all(a is None for a in axes):
-            return jnp.stack([run(b, h, *drop)] * size)
-        return jax.vmap(run, in_axes=(None, None, *axes))(b, h, *drop)
+        each = zip(arrays, moving, axes, strict=True)
+        arrays = [x[0] if m and axis is None else x for x, m, axis in each]
+        if all(axis is None for axis in axes):
+            return jnp.stack([run(b, h, *arrays)] * size)
+        return jax.vmap(run, in_axes=(None, None, *axes))(b, h, *arrays)
 
     return outer
 

@@ -32,7 +32,7 @@ from jax.extend.core import Jaxpr, Literal
 
 from xform._amount import number
 from xform._attention_cost import attention_program
-from xform._program import VIEWS, Node, Region, Value, carried, own_inputs, program, prune
+from xform._program import VIEWS, Node, Region, Value, carried, merge, own_inputs, program, prune
 from xform.jaxpr._walk import trace
 
 
@@ -202,7 +202,7 @@ def memory_of(
             if not isinstance(v, Literal)
         }
         donated = [d or own.get(v, False) for d, v in zip(donated, jaxpr.invars, strict=True)]
-    region = prune(program(jaxpr))
+    region = prune(merge(program(jaxpr)))
     inputs = region.inputs[len(jaxpr.consts) :]
     shares = _shares(region, inputs, args)
     names = list(names) or [f"[{i}]" for i in range(len(inputs))]
@@ -501,8 +501,11 @@ class _Plan:
 
     def _fit(self, spans: list[_Span]) -> list[_Span]:
         """What is left for the heap when results have lent their memory until they are made."""
-        if self.body is not None:
+        if self.body is not None and self.body.name in ("scan", "while"):
             return spans
+        if self.body is not None:  # its results are those of the node outside
+            results = {self.root(v) for v in self.region.outputs}
+            return [span for span in spans if results.isdisjoint(v for _, v in span.values)]
         n, last = len(self.region.nodes), self.last_reads()
         made = {v: i for i, node in enumerate(self.region.nodes) for v in node.outs}
         homes: list[tuple[int, list[tuple[int, int]]]] = []
@@ -545,6 +548,7 @@ class _Plan:
         """What exists only while a node runs."""
         inside = self._inside(node)
         if not self.eager:
+            inside.live = [*inside.live, *_copied(node)]
             inside.bytes += sum(map(self.bytes, _copied(node)))
         return inside
 
@@ -566,7 +570,8 @@ class _Plan:
         """The peak of what a node runs, beyond its operands and results."""
         best = _Peak()
         if node.name in ("flex_attention", "tile_sum"):
-            found = _Plan(prune(program(attention_program(node))), {}, eager=self.eager).peak()
+            body = prune(merge(program(attention_program(node))))
+            found = _Plan(body, {}, eager=self.eager).peak()
             results = sum(map(self.bytes, node.outs))
             return _Peak(max(0, found.bytes - results))
         for region in node.regions.values():

@@ -185,6 +185,35 @@ def prune(region: Region) -> Region:
     return region
 
 
+def merge(region: Region) -> Region:
+    """Computes once what is computed twice, at every depth, as a compiler does."""
+    same: dict[Value, Value] = {}
+    made: dict[Any, Node] = {}
+    find = lambda v: same.get(v, v)
+    for node in region.nodes:
+        node.ins = [find(v) for v in node.ins]
+        for label, inner in node.regions.items():
+            merge(inner)
+            if node.name == "scan" and label == "body":
+                first: dict[Value, Value] = {}
+                start = carried(node).carry
+                for out, made_inside in zip(node.outs[start:], inner.outputs[start:], strict=True):
+                    same[out] = first.setdefault(made_inside, out)
+        if node.regions or node.eqn.effects:
+            continue
+        ins = tuple(
+            v if v.known is None or v.size > 1 else repr((v.aval, v.known)) for v in node.ins
+        )
+        try:
+            twin = made.setdefault((node.eqn.primitive, ins, *node.eqn.params.items()), node)
+        except TypeError:  # a parameter that can't be compared
+            continue
+        if twin is not node:
+            same.update(zip(node.outs, twin.outs, strict=True))
+    region.outputs = [find(v) for v in region.outputs]
+    return region
+
+
 def program(jaxpr: Jaxpr, args: Sequence[Any] = ()) -> Region:
     """Returns the regions of a closed jaxpr; `args` may tell the content of its inputs."""
     region = _region(jaxpr, Place())
