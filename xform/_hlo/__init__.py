@@ -20,6 +20,7 @@ from xform._hlo._program import Kernel as Kernel
 from xform._hlo._program import Loop as Loop
 from xform._hlo._program import Program as Program
 from xform._hlo._program import read as read
+from xform._hlo._program import total as total
 from xform._hlo._target import TARGETS as TARGETS
 from xform._hlo._target import compile_for as compile_for
 from xform._hlo._target import lower_for as lower_for

@@ -52,11 +52,10 @@ def _iota(text: str) -> np.ndarray:
     match = re.fullmatch(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", text.strip())
     if not match:
         raise ValueError(f"can't read the device list {text!r}")
-    shape, source, axes = (
-        tuple(map(int, part.split(","))) if part else None for part in match.groups()
-    )
+    numbers = lambda part: tuple(map(int, part.split(",")))
+    source = numbers(match[2])
     ids = np.arange(math.prod(source)).reshape(source)
-    return (ids.transpose(axes) if axes else ids).reshape(shape)
+    return (ids.transpose(numbers(match[3])) if match[3] else ids).reshape(numbers(match[1]))
 
 
 def _order(text: str) -> np.ndarray:

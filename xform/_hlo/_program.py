@@ -141,12 +141,13 @@ class Program:
     buffers: tuple[Buffer, ...] | None
     module: Module
 
-    def total(self, value: Callable[[Kernel], float]) -> float:
+    def total(self, value: Callable[[Kernel], int]) -> int:
         """Sums a value over all that runs; of a conditional, over its dearest branch."""
-        return _total(self.kernels, value, 0)
+        return total(self.kernels, value)
 
 
-def _total(kernels: Iterable[Kernel], value: Callable[[Kernel], float], depth: int) -> float:
+def total(kernels: Iterable[Kernel], value: Callable[[Kernel], int], depth: int = 0) -> int:
+    """Sums a value over all runs of kernels; of a conditional, over its dearest branch."""
     here, branches = 0, {}
     for kernel in kernels:
         if len(kernel.path) == depth:
@@ -155,7 +156,7 @@ def _total(kernels: Iterable[Kernel], value: Callable[[Kernel], float], depth: i
             name, branch = kernel.path[depth]
             branches.setdefault(name, {}).setdefault(branch, []).append(kernel)
     return here + sum(
-        max(_total(inside, value, depth + 1) for inside in branch.values())
+        max(total(inside, value, depth + 1) for inside in branch.values())
         for branch in branches.values()
     )
 
