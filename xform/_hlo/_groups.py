@@ -29,7 +29,7 @@ def groups_of(collective: Instruction, devices: int) -> Groups:
     if "device_ids" in collective.attrs:
         ids, _, axes = collective.attrs["device_ids"].partition(" ")
         text += f" {axes}"
-        order = _order(ids.strip("()"))
+        order = _order(ids.removeprefix("(").removesuffix(")"))
     else:
         order = None
     if text.startswith("mesh["):

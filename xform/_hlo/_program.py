@@ -166,6 +166,9 @@ def read(
 ) -> Program:
     """Reads a compiled program.
 
+    One that JAX took from its persistent cache has the source lines of when it was compiled, which
+    may since have moved; `compile_and_dump` goes past the cache.
+
     Args:
       compiled: As `jax.jit(f).lower(...).compile()` returns it.
       mesh: Size of each axis of the mesh that it runs on, outermost first; by default that of its

@@ -24,6 +24,8 @@ _PACKAGES = tuple(str(Path(file).parent) for file in (jax.__file__, Path(__file_
 _INSTRUCTION = re.compile(r"\s+(ROOT )?%?([\w.\-]+) = (.*?) ([a-z][\w\-]*)\((.*)")
 _ARRAY = re.compile(r"([a-z]\w*)\[([\d,<= ]*)\](?:\{([^}]*)\})?")
 _TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|[{}()\[\]]|, ')
+_OPERAND = re.compile(r"%([\w.\-]+)")
+_LITERAL = ("constant", "parameter", "iota")
 _NAME = re.compile(r"%?([\w.\-]+)")
 _CALLS = (
     "calls",
@@ -78,25 +80,31 @@ def _bits(dtype: str, layout: str) -> int:
     return max(8, int(digits[1])) if digits else 8 * (dtype == "pred")
 
 
-@dataclass(frozen=True, eq=False)
-class Instruction:
+class _Parts(NamedTuple):
+    """What a line splits into."""
+
+    name: str
+    shape: str
+    opcode: str
+    literal: str
+    text: str
+
+
+class Instruction(_Parts):
     """One instruction.
 
     Attributes:
         name: unique in the module.
         shape: the text of its type.
         opcode: such as "fusion" or "all-gather-start".
-        operands: names of instructions of the same computation.
-        literal: what stood in the parentheses: a constant's value, a parameter's number.
+        literal: what stands in the parentheses: operands, a constant's value, a parameter's number.
         text: its attributes, unsplit.
     """
 
-    name: str
-    shape: str
-    opcode: str
-    operands: tuple[str, ...]
-    literal: str
-    text: str
+    @cached_property
+    def operands(self) -> tuple[str, ...]:
+        """Names of instructions of the same computation."""
+        return () if self.opcode in _LITERAL else tuple(_OPERAND.findall(self.literal))
 
     @cached_property
     def attrs(self) -> Mapping[str, str]:
@@ -279,11 +287,7 @@ def _instruction(line: str, number: int) -> tuple[Instruction, bool]:
     end = rest.find(")")
     if "(" in rest[:end]:  # operands printed with their shapes, or a complex constant
         end = _closing(rest)
-    inside = rest[:end]
-    operands = ()
-    if opcode not in ("constant", "parameter", "iota") and inside:
-        operands = tuple(re.findall(r"%([\w.\-]+)", inside))
-    return Instruction(name, shape, opcode, operands, inside, rest[end + 1 :]), bool(root)
+    return Instruction(name, shape, opcode, rest[:end], rest[end + 1 :]), bool(root)
 
 
 def _closing(text: str) -> int:
