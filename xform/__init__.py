@@ -3,6 +3,8 @@
 from xform import jaxpr as jaxpr
 from xform import primitives as primitives
 from xform import sharding as sharding
+from xform._explain import explain as explain
+from xform._explain import no_host_gap as no_host_gap
 from xform.primitives.attention import Aux as Aux
 from xform.primitives.attention import flex_attention as flex_attention
 from xform.primitives.masks import Mask as Mask

@@ -140,7 +140,8 @@ def test_a_mesh_inside_of_the_program_is_found():
 def test_meshes_of_several_sizes_are_refused():
     sizes = [jax.make_mesh((n,), ("a",), devices=jax.devices()[:n]) for n in (2, 4)]
     x, y = (
-        jax.ShapeDtypeStruct((8,), jnp.float32, sharding=jax.NamedSharding(m, P("a"))) for m in sizes
+        jax.ShapeDtypeStruct((8,), jnp.float32, sharding=jax.NamedSharding(m, P("a")))
+        for m in sizes
     )
     with pytest.raises(ValueError, match="incompatible|one number of devices"):
         lower_for("H200", lambda x, y: (x + 1, y + 1), x, y)

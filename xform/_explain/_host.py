@@ -7,7 +7,7 @@ from typing import Any
 import jax
 
 from xform._hlo import read
-from xform.jaxpr import trace, walk
+from xform.jaxpr import walk
 
 CALLBACKS = ("pure_callback", "io_callback", "debug_callback", "debug_print", "infeed", "outfeed")
 
@@ -39,7 +39,7 @@ def no_host_gap(f: Callable) -> Callable:
         traced = any(isinstance(x, jax.core.Tracer) for x in leaves)
         key = (tree, *map(_type, leaves))
         if key not in passed:
-            _refuse(f, _in_jaxpr(f, args, kwargs))
+            _refuse(f, _in_jaxpr(jitted, args, kwargs))
             if not traced:
                 _refuse(f, _in_program(jitted, args, kwargs))
             passed.add(key)
@@ -54,8 +54,8 @@ def _type(x: Any) -> Any:
     return x
 
 
-def _in_jaxpr(f: Callable, args: tuple, kwargs: dict) -> list[str]:
-    sites = walk(trace(f, *args, **kwargs))
+def _in_jaxpr(jitted: Any, args: tuple, kwargs: dict) -> list[str]:
+    sites = walk(jitted.trace(*args, **kwargs).jaxpr)
     return [
         f"{site.line}: {site.eqn.primitive.name}"
         for site in sites

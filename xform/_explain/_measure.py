@@ -137,7 +137,7 @@ def _split(events: Iterable[Event], start: int, end: int) -> Run:
     for event in inside:
         kernels[event.kernel] = kernels.get(event.kernel, 0) + event.end - event.start
         counts[event.kernel] = counts.get(event.kernel, 0) + 1
-    return Run(end - start, **mean, kernels=kernels, counts=counts, events=tuple(inside))
+    return Run(float(end - start), **mean, kernels=kernels, counts=counts, events=tuple(inside))
 
 
 def _exclusive(events: Iterable[Event], wall: int) -> dict[str, int]:

@@ -7,7 +7,7 @@ from xform._explain._measure import CLASSES
 _COLOURS = dict(zip(CLASSES, ("tab:blue", "tab:orange", "tab:red"), strict=True))
 
 
-def _axes(ax: Any, width: float, height: float) -> Any:
+def _axes(ax: Any, width: float | int, height: float | int) -> Any:
     if ax is not None:
         return ax
     from matplotlib.figure import Figure

@@ -392,7 +392,7 @@ def short(line: str) -> str:
     return f"{path}{colon}{rest}"
 
 
-def _si(value: float) -> str:
+def _si(value: float | int) -> str:
     """A number to three digits with its prefix: `1.5 M`, `20 µ`."""
     if not value:
         return "0 "

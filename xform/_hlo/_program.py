@@ -253,9 +253,8 @@ class _Walk:
                 self._kernel(within, instruction, trips, loops, path)
 
     def _loop(self, instruction: Instruction, trips: int, loops: tuple, path: tuple) -> None:
-        known = instruction.config.get("known_trip_count", {}).get("n")
         line = self.module.line(instruction)
-        count = int(known) if known is not None else None
+        count = _trip_count(instruction)
         self.loops.append(Loop(instruction.name, line, count, trips))
         names = (instruction.attrs[key].strip("%") for key in ("condition", "body"))
         condition, body = (self.module.computations[name] for name in names)
@@ -272,6 +271,9 @@ class _Walk:
         if instruction.base == "custom-call" and not opaque and not lines:
             return  # it only marks something
         read, written = traffic(self.module, within, instruction)
+        if instruction.base == "call":  # a small loop that runs as one kernel
+            inside = self.module.computations[instruction.calls[0]]
+            loops = (*loops, *self._loops_inside(inside, trips))
         talk = self._collective_of(instruction)
         host = _host_target(instruction, target)
         work_of = lambda line: (lines[line].matrix, lines[line].total)
@@ -299,6 +301,20 @@ class _Walk:
             self.host.append(HostCall(kernel.name, host, kernel.line, trips))
         if talk:
             self.collectives.append(self._collective(talk, instruction, kernel))
+
+    def _loops_inside(self, computation: Computation, trips: int) -> list[str]:
+        """Notes the loops within one kernel; returns the lines of those without a trip count."""
+        unknown = []
+        for instruction in computation.instructions.values():
+            inner = trips
+            if instruction.base == "while":
+                count, line = _trip_count(instruction), self.module.line(instruction)
+                self.loops.append(Loop(instruction.name, line, count, trips))
+                unknown += [line] if count is None else []
+                inner *= 1 if count is None else count
+            for name in instruction.calls:
+                unknown += self._loops_inside(self.module.computations[name], inner)
+        return unknown
 
     def _line_nearby(self, within: Computation, instruction: Instruction) -> str:
         """The line that something without one is made for: of what reads it, or what it reads."""
@@ -350,6 +366,11 @@ class _Walk:
         )
 
 
+def _trip_count(loop: Instruction) -> int | None:
+    known = loop.config.get("known_trip_count", {}).get("n")
+    return None if known is None else int(known)
+
+
 def _mesh_in_text(talk: Instruction) -> dict[str, int] | None:
     match = re.match(r"mesh\[(.*?)\]", talk.attrs.get("replica_groups", ""))
     if not match:
@@ -398,8 +419,8 @@ def _work_by_line(
         if found and found.total:
             lines[line] = lines.get(line, Work()) + found * times
         if instruction.base in ("fusion", "call", "while", "conditional", "async"):
-            known = instruction.config.get("known_trip_count", {}).get("n", 1)
-            inner_times = times * int(known) if instruction.base == "while" else times
+            count = _trip_count(instruction) if instruction.base == "while" else 1
+            inner_times = times * (1 if count is None else count)
             for name in instruction.calls:
                 body = module.computations[name]
                 for inner in body.instructions.values():
