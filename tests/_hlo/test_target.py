@@ -143,7 +143,7 @@ def test_meshes_of_several_sizes_are_refused():
         jax.ShapeDtypeStruct((8,), jnp.float32, sharding=jax.NamedSharding(m, P("a")))
         for m in sizes
     )
-    with pytest.raises(ValueError, match="incompatible|one number of devices"):
+    with pytest.raises(ValueError, match=r"incompatible|one number of devices"):
         lower_for("H200", lambda x, y: (x + 1, y + 1), x, y)
 
 

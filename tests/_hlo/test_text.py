@@ -110,7 +110,7 @@ def test_a_line_is_the_users_not_ours():
 
 
 def test_reads_ten_megabytes_in_about_a_second():
-    """Without shape checks, and the better of two in processor time: a busy machine does not decide."""
+    """Without shape checks; the better of two in processor time, since machines are busy."""
     program = """if True:
         import re, sys, time
         from xform._hlo import parse

@@ -71,7 +71,8 @@ def _in_program(jitted: Any, args: tuple, kwargs: dict) -> list[str]:
 def _refuse(f: Callable, found: list[str]) -> None:
     if found:
         calls = "\n  ".join(dict.fromkeys(found))
+        name = getattr(f, "__name__", f)
         raise RuntimeError(
-            f"`{getattr(f, '__name__', f)}` calls back to the host, and the device waits:\n  {calls}\n"
+            f"`{name}` calls back to the host, and the device waits:\n  {calls}\n"
             "Return these values from the step and use them outside of it."
         )

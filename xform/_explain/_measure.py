@@ -66,7 +66,7 @@ def measure(
       call: Runs the program once, on what `prepare` returned, which does not count.
       prepare: Makes the arguments of a run, which may use them up.
       program: What it runs.
-      class_of: The class of a kernel, of `CLASSES`, or "idle".
+      class_of: The class of a kernel: one of `CLASSES`; any other is idle time.
       runs: How many runs to choose from, after one that does not count.
     """
     jax.block_until_ready(call(prepare()))

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.stages import Compiled, Lowered
 
+from xform._explain._bound import Device, bound, known_device
 from xform._explain._measure import Run, measure
 from xform._hlo import (
     Collective,
@@ -46,6 +47,9 @@ class Line:
         runs: executions of these kernels.
         work: operations of the line, in whatever kernel.
         read, written: bytes of its kernels.
+        least: seconds that its kernels take at best, and `bound`, what bounds most of these:
+            "compute", "memory" or "communication"; None for a device that is not known.
+        bound: see there.
         seconds: measured time in its kernels, summed over devices; None without a run.
         per_iteration: whether a loop with an unknown trip count runs it: counts are then for one
             iteration.
@@ -57,6 +61,8 @@ class Line:
     work: Work
     read: int
     written: int
+    least: float | None
+    bound: str | None
     seconds: float | None
     per_iteration: bool
 
@@ -71,11 +77,17 @@ class Report:
         program: kernels, collectives, loops, host calls and buffers, each a record.
         memory: bytes of arguments, results, temporaries and of results that reuse arguments.
         run: a measured run; None where none was made.
+        device: what the device can do at best; None where that is not known.
     """
 
     program: Program
     memory: Mapping[str, int]
     run: Run | None
+    device: Device | None = None
+
+    @cached_property
+    def _sent(self) -> dict[str, int]:
+        return {c.kernel.name: c.sent for c in self.program.collectives}
 
     @cached_property
     def lines(self) -> tuple[Line, ...]:
@@ -94,6 +106,10 @@ class Report:
 
     def _line(self, line: str, kernels: list[Kernel], touched: list[Kernel]) -> Line:
         of = lambda name: total(touched, lambda k: getattr(k.lines[line], name))
+        bounds: dict[str, float] = {}
+        for k in kernels if self.device else ():
+            name, least = bound(k, self.device, self._sent.get(k.name, 0))
+            bounds[name] = bounds.get(name, 0.0) + least * k.trips
         seconds = None
         if self.run:
             seconds = sum(self.run.kernels.get(k.name, 0) for k in kernels) / 1e9
@@ -104,6 +120,8 @@ class Report:
             work=Work(of("matrix"), of("other"), of("transcendental")),
             read=total(kernels, lambda k: k.read),
             written=total(kernels, lambda k: k.written),
+            least=sum(bounds.values()) if self.device else None,
+            bound=max(bounds, key=bounds.__getitem__, default=None) if self.device else None,
             seconds=seconds,
             per_iteration=any(k.loops for k in (*kernels, *touched)),
         )
@@ -204,11 +222,13 @@ class Report:
     def _table_of_lines(self) -> Table:
         rows = []
         for x in self.lines:
-            measured = [f"{_si(x.seconds)}s"] if x.seconds is not None else []
+            measured = [f"{_si(x.least)}s", x.bound or ""] if x.least is not None else []
+            measured += [f"{_si(x.seconds)}s"] if x.seconds is not None else []
             counts = (x.work.matrix, x.work.other, x.work.transcendental, x.read, x.written)
             line = short(x.line) + (", for each iteration" if x.per_iteration else "")
             rows.append([str(x.kernels), str(x.runs), *map(_si, counts), *measured, line])
-        seconds = ["time"] if self.run else []
+        seconds = ["at best", "bound by"] if self.device else []
+        seconds += ["measured"] if self.run else []
         head = ["kernels", "runs", "matrix", "other", "transc.", "read B", "written B", *seconds]
         return Table("By source line", [*head, "line"], rows)
 
@@ -324,25 +344,15 @@ def explain(
             lowered = lower_for(target, jitted, *args, **kwargs)
         compiled, dump = compile_and_dump(lowered)
         program = read(compiled, mesh=dict(mesh.shape) if mesh else None, dump=dump)
-        measured = None
+        device, measured = known_device(program), None
         if runnable and run is not False:
             call = _caller(jitted, compiled, args, kwargs)
             prepare = lambda: _fresh(lowered, args, kwargs)
+            class_of = lambda kernel: bound(kernel, device)[0]
             measured = measure(call, prepare, program, class_of, runs)
-        return Report(program, _memory(compiled), measured)
+        return Report(program, _memory(compiled), measured, device)
 
     return explained
-
-
-def class_of(kernel: Kernel) -> str:
-    """What bounds a kernel: "compute", "memory", "communication", or "idle" for the host's."""
-    classes = {
-        "matmul": "compute",
-        "library": "compute",
-        "collective": "communication",
-        "host": "idle",
-    }
-    return classes.get(kernel.kind, "memory")
 
 
 def _is_value(x: Any) -> bool:
@@ -399,7 +409,10 @@ def _si(value: float | int) -> str:
     for scale, prefix in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1, "")):
         if abs(value) >= scale:
             return f"{value / scale:.3g} {prefix}"
-    return f"{value * 1e3:.3g} m" if abs(value) >= 1e-3 else f"{value * 1e6:.3g} µ"
+    for scale, prefix in ((1e-3, "m"), (1e-6, "µ"), (0, "n")):
+        if abs(value) >= scale:
+            return f"{value / (scale or 1e-9):.3g} {prefix}"
+    return str(value)
 
 
 def _as_text(table: Table) -> str:

@@ -12,7 +12,7 @@ from xform._hlo._dump import Buffer, Dump
 from xform._hlo._groups import COLLECTIVES, Groups, axes_of, groups_of, wire_bytes
 from xform._hlo._text import UNKNOWN, Computation, Instruction, Module, parse, words
 from xform._hlo._twice import Numbering, Twice
-from xform._hlo._work import Work, traffic, work
+from xform._hlo._work import Work, factor_of, traffic, work
 
 _FREE = words(
     "parameter constant tuple get-tuple-element bitcast after-all optimization-barrier domain"
@@ -36,6 +36,7 @@ class Kernel:
         lines: the work of one execution by line.
         op_name: JAX's name of it.
         read, written: bytes of one execution.
+        factor: dtype of what it multiplies as matrices, as XLA names it; "" where it does not.
         trips: how often it runs, as far as the program tells.
         loops: lines of the enclosing loops whose trip count is not known; `trips` is for one
             iteration of these.
@@ -52,6 +53,7 @@ class Kernel:
     op_name: str
     read: int
     written: int
+    factor: str
     trips: int
     loops: tuple[str, ...] = ()
     path: tuple[tuple[str, int], ...] = ()
@@ -290,6 +292,7 @@ class _Walk:
             op_name=instruction.op_name,
             read=read,
             written=written,
+            factor=factor_of(self.module, within, instruction) if matrix else "",
             trips=trips,
             loops=loops,
             path=path,

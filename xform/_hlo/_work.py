@@ -38,7 +38,8 @@ class Work:
     """Operations of one execution.
 
     Attributes:
-        matrix: FLOPs of matrix products and convolutions; a multiply-add is two.
+        matrix: FLOPs of matrix products and convolutions; a multiply-add is two, a complex one
+            eight.
         other: elementwise operations and reductions, one each.
         transcendental: exponentials, logarithms, roots, trigonometric and hyperbolic functions.
     """
@@ -81,6 +82,17 @@ def work(module: Module, within: Computation, instruction: Instruction) -> Work 
     return Work() if opcode in MOVES or instruction.calls else None
 
 
+def factor_of(module: Module, within: Computation, instruction: Instruction) -> str:
+    """Returns the dtype, as XLA names it, of what a kernel multiplies; "" where it does not."""
+    if instruction.base in ("dot", "convolution", "custom-call") and instruction.operands:
+        return _operand(within, instruction, 0).dtype
+    if instruction.base not in ("fusion", "call", "while"):
+        return ""
+    bodies = (module.computations[name] for name in instruction.calls)
+    inner = (factor_of(module, body, i) for body in bodies for i in body.instructions.values())
+    return next((dtype for dtype in inner if dtype), "")
+
+
 def _elements(instruction: Instruction) -> int:
     return sum(leaf.size for leaf in instruction.leaves)
 
@@ -96,7 +108,12 @@ def _dot(module: Module, within: Computation, dot: Instruction) -> Work:
     del module
     lhs = _operand(within, dot, 0)
     contracted = math.prod(lhs.dims[i] for i in dot.numbers("lhs_contracting_dims"))
-    return Work(matrix=2 * dot.leaves[0].size * contracted)
+    return Work(matrix=_multiply_add(lhs) * dot.leaves[0].size * contracted)
+
+
+def _multiply_add(factor: Leaf) -> int:
+    """FLOPs of one multiply-add: a complex one is four real products and four sums."""
+    return 8 if factor.dtype.startswith("c") else 2
 
 
 def _convolution(module: Module, within: Computation, conv: Instruction) -> Work:
@@ -119,7 +136,7 @@ def _convolution(module: Module, within: Computation, conv: Instruction) -> Work
         )
     batch = lhs.dims[inputs.index("b")] // int(conv.attrs.get("batch_group_count", 1))
     features = rhs.dims[kernel.index("i")] * rhs.dims[kernel.index("o")]
-    return Work(matrix=2 * batch * features * pairs)
+    return Work(matrix=_multiply_add(lhs) * batch * features * pairs)
 
 
 def _window(conv: Instruction) -> dict[str, list[int]]:
@@ -163,7 +180,8 @@ def _gemm(within: Computation, call: Instruction) -> Work:
     config = call.config.get("gemm_backend_config", call.config)
     dims = config["dot_dimension_numbers"]["lhs_contracting_dimensions"]
     lhs = _operand(within, call, 0)
-    return Work(matrix=2 * call.leaves[0].size * math.prod(lhs.dims[int(i)] for i in dims))
+    contracted = math.prod(lhs.dims[int(i)] for i in dims)
+    return Work(matrix=_multiply_add(lhs) * call.leaves[0].size * contracted)
 
 
 def _library_convolution(within: Computation, call: Instruction) -> Work:
@@ -175,7 +193,7 @@ def _library_convolution(within: Computation, call: Instruction) -> Work:
     outputs = {"BackwardFilter": second, "BackwardInput": first}
     output = next((leaf for key, leaf in outputs.items() if key in target), result)
     taken = [size for size, label in zip(kernel.dims, labels, strict=True) if label != "o"]
-    return Work(matrix=2 * output.size * math.prod(taken))
+    return Work(matrix=_multiply_add(output) * output.size * math.prod(taken))
 
 
 # Calls into libraries by a pattern of their target. `None`: it computes nothing.
