@@ -5,6 +5,7 @@ from functools import wraps
 from typing import Any
 
 import jax
+from jax.core import Tracer
 
 from xform._hlo import read
 from xform.jaxpr import walk
@@ -36,7 +37,7 @@ def no_host_gap(f: Callable) -> Callable:
     @wraps(f)
     def checked(*args, **kwargs):
         leaves, tree = jax.tree.flatten((args, kwargs))
-        traced = any(isinstance(x, jax.core.Tracer) for x in leaves)
+        traced = any(isinstance(x, Tracer) for x in leaves)
         key = (tree, *map(_type, leaves))
         if key not in passed:
             _refuse(f, _in_jaxpr(jitted, args, kwargs))
@@ -50,7 +51,7 @@ def no_host_gap(f: Callable) -> Callable:
 
 def _type(x: Any) -> Any:
     if hasattr(x, "dtype"):
-        return jax.typeof(x), None if isinstance(x, jax.core.Tracer) else x.sharding
+        return jax.typeof(x), None if isinstance(x, Tracer) else x.sharding
     return x
 
 

@@ -147,8 +147,8 @@ def _exclusive(events: Iterable[Event], wall: int) -> dict[str, int]:
         if event.kind in CLASSES:
             changes += [(event.start, event.kind, 1), (event.end, event.kind, -1)]
     changes.sort(key=lambda change: change[0])
-    running = dict.fromkeys(CLASSES, 0)
-    parts = dict.fromkeys((*CLASSES, "idle"), 0)
+    running: dict[str, int] = dict.fromkeys(CLASSES, 0)
+    parts: dict[str, int] = dict.fromkeys((*CLASSES, "idle"), 0)
     before = 0
     for at, kind, step in changes:
         current = next((name for name in CLASSES if running[name]), "idle")
