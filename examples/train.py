@@ -12,7 +12,7 @@ import math
 import sysconfig
 import time
 import tokenize
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -25,6 +25,7 @@ from jax.sharding import PartitionSpec as P
 from rich.progress import BarColumn, Progress, TimeRemainingColumn
 
 import llama
+from xform import explain
 from xform.sharding import check_divisible, cpu_devices, make_mesh, settle, shardings
 from xform.train import Rows, batch, decode, encode, pack
 
@@ -42,6 +43,8 @@ class Config:
     learning_rate: float = 3e-3
     """Its peak: it rises over a tenth of the steps, then falls along a cosine to a tenth."""
     weight_decay: float = 0.1
+    explain: str | None = None
+    """A file to write what the compiled step runs to, by line: a page if it ends in `.html`."""
     seed: int = 0
     dp: int | None = None
     """Devices along the data axis; by default all that `tp` leaves."""
@@ -84,6 +87,17 @@ def loss_and_grads(params: dict, rows: Rows, model: llama.Config) -> tuple[jax.A
     return total / labels, jax.tree.map(lambda g: g / labels, grads)
 
 
+def explained(f: Callable, file: str) -> Callable:
+    """Returns `f`, which at its first call writes to a file what its compiled program runs."""
+
+    def call(*args):
+        if not Path(file).exists():
+            explain(f)(*args).save(file)
+        return f(*args)
+
+    return call
+
+
 def optimizer_for(config: Config) -> optax.GradientTransformation:
     """Returns AdamW under a warm-up and a cosine, with gradients clipped to norm 1."""
     peak, steps = config.learning_rate, config.steps
@@ -100,6 +114,9 @@ def training(config: Config, mesh: Mesh, rows: Rows) -> Iterator[tuple[dict, flo
     grads_of = jax.jit(
         jax.shard_map(body, mesh=mesh, in_specs=(specs, P("dp")), out_specs=(P(), specs))
     )
+    if config.explain:
+        Path(config.explain).unlink(missing_ok=True)
+        grads_of = explained(grads_of, config.explain)
     optimizer = optimizer_for(config)
 
     # A program of its own: as part of the one above, XLA's CPU code for it takes ten times longer.

@@ -101,6 +101,18 @@ def test_pictures(measured):
     assert len(roof.collections[0].get_offsets()) == len(busy)
 
 
+def test_a_report_is_saved_as_a_page_or_as_text(tmp_path):
+    train = pytest.importorskip("train", reason="the example needs the extra `train`")
+    for name in ("report.html", "report.txt"):
+        file = tmp_path / name
+        step = train.explained(jax.jit(lambda x: jnp.tanh(x @ x)), str(file))
+        assert step(jnp.ones((8, 8))).shape == (8, 8)
+        text = file.read_text()
+        assert ("<table>" in text) == name.endswith("html")
+        assert "Measured" in text
+        assert "test_explain.py" in text
+
+
 def test_waiting_for_the_host_is_idle():
     def slow(x):
         time.sleep(0.05)

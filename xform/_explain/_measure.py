@@ -102,6 +102,8 @@ def _planes(path: Path) -> list[tuple[str, str, str, int, int]]:
             for line in plane.lines:
                 for event in line.events:
                     stats = dict(event.stats)
+                    if on_device and "hlo_op" not in stats and not line.name.startswith("Stream"):
+                        continue  # a summary of the profiler's own
                     device = plane.name if on_device else str(stats.get("device_ordinal", ""))
                     start = round(event.start_ns)
                     end = start + round(event.duration_ns)

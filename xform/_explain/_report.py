@@ -29,6 +29,12 @@ from xform._hlo import (
 LAUNCH_SECONDS = {"gpu": (4e-6, 0.6e-6), "cpu": (0.5e-6, 0.5e-6)}
 
 
+_PAGE = """<!doctype html><meta charset="utf-8"><title>xform.explain</title>
+<style>body {{font: 14px sans-serif}} td, th {{padding: 2px 8px; white-space: nowrap}}</style>
+{}
+"""
+
+
 class Table(NamedTuple):
     """A title, the names of the columns, and rows of text; the last column is words."""
 
@@ -188,6 +194,11 @@ class Report:
         notes = "".join(f"<li>{html.escape(note)}</li>" for note in self.notes())
         tables = "".join(map(_as_html, self.tables()))
         return f"<h4>{html.escape(self._title())}</h4>{tables}<ul>{notes}</ul>"
+
+    def save(self, file: str | Path) -> None:
+        """Writes the report: as a page if the name ends in `.html`, else as text."""
+        page = Path(file).suffix == ".html"
+        Path(file).write_text(_PAGE.format(self._repr_html_()) if page else f"{self}\n")
 
     def roofline(self, ax: Any = None) -> Any:
         """Draws each line's operations per byte and per second under the device's limits.
