@@ -25,7 +25,7 @@ from jax.sharding import PartitionSpec as P
 from rich.progress import BarColumn, Progress, TimeRemainingColumn
 
 import llama
-from xform import explain
+from xform import Costs, cost, explain, hfu, memory, mfu
 from xform.sharding import check_divisible, cpu_devices, make_mesh, settle, shardings
 from xform.train import Rows, batch, decode, encode, pack
 
@@ -98,6 +98,13 @@ def explained(f: Callable, file: str) -> Callable:
     return call
 
 
+def gradients(config: Config, mesh: Mesh) -> Callable:
+    """Returns the loss and the gradients of parameters and rows, over the mesh."""
+    specs, body = llama.SPECS, partial(loss_and_grads, model=config.model)
+    body = jax.shard_map(body, mesh=mesh, in_specs=(specs, P("dp")), out_specs=(P(), specs))
+    return jax.jit(body)
+
+
 def optimizer_for(config: Config) -> optax.GradientTransformation:
     """Returns AdamW under a warm-up and a cosine, with gradients clipped to norm 1."""
     peak, steps = config.learning_rate, config.steps
@@ -108,12 +115,8 @@ def optimizer_for(config: Config) -> optax.GradientTransformation:
 
 def training(config: Config, mesh: Mesh, rows: Rows) -> Iterator[tuple[dict, float]]:
     """Yields the parameters and the loss of each step; the next step reuses their memory."""
-    specs = llama.SPECS
-    init = jax.jit(llama.init, static_argnums=0, out_shardings=shardings(mesh, specs))
-    body = partial(loss_and_grads, model=config.model)
-    grads_of = jax.jit(
-        jax.shard_map(body, mesh=mesh, in_specs=(specs, P("dp")), out_specs=(P(), specs))
-    )
+    init = jax.jit(llama.init, static_argnums=0, out_shardings=shardings(mesh, llama.SPECS))
+    grads_of = gradients(config, mesh)
     if config.explain:
         Path(config.explain).unlink(missing_ok=True)
         grads_of = explained(grads_of, config.explain)
@@ -155,35 +158,30 @@ def evaluate(config: Config, mesh: Mesh, params: dict, documents: list[np.ndarra
 # ---- what one sees -------------------------------------------------------------------------------
 
 
-def peak_flops(size: int = 2048) -> float:
-    """Returns the FLOP/s of all devices, measured: a float32 matrix product on one of them.
-
-    Virtual CPU devices share their cores, so that one of them has the peak of all.
-    """
-    x = jax.random.normal(jax.random.key(0), (size, size))
-    product = jax.jit(lambda x: x @ x)
-
-    def seconds() -> float:
-        start = time.perf_counter()
-        product(x).block_until_ready()
-        return time.perf_counter() - start
-
-    devices = 1 if jax.default_backend() == "cpu" else jax.device_count()
-    return devices * 2 * size**3 / min(seconds() for _ in range(5))
+def forecast(config: Config, mesh: Mesh) -> Costs:
+    """Prints what loss and gradients cost and need, before anything is compiled; returns costs."""
+    params = jax.eval_shape(partial(llama.init, config.model), jax.random.key(0))
+    rows = Rows(*[jax.ShapeDtypeStruct((config.batch, config.length), np.int32)] * 3)
+    costs = cost(gradients(config, mesh))(params, rows)
+    print(f"{costs}\n{memory(gradients(config, mesh))(params, rows)}")
+    return costs
 
 
-def watched(config: Config, steps: Iterator[tuple[dict, float]]) -> dict:
+def watched(config: Config, steps: Iterator[tuple[dict, float]], costs: Costs) -> dict:
     """Runs the steps beside a progress bar, and returns the last parameters."""
     tokens = config.batch * config.length
-    utilisation = llama.flops_per_token(config.model, config.length) / peak_flops()
+    # Virtual CPU devices share their cores, so that one of them has the peak of all.
+    devices = 1 if jax.default_backend() == "cpu" else None
     columns = ("step {task.completed}/{task.total}", BarColumn(), "{task.description}")
     with Progress(*columns, TimeRemainingColumn()) as bar:
         task = bar.add_task("compiling", total=config.steps)
         params, _ = next(steps)
         start = time.perf_counter()
         for i, (params, loss) in enumerate(steps, start=1):  # noqa: B007  (the last are returned)
-            rate = i * tokens / (time.perf_counter() - start)
-            status = f"loss {loss:.3f}  {rate:,.0f} tokens/s  MFU {rate * utilisation:.0%}"
+            seconds = (time.perf_counter() - start) / i
+            used = [f(costs, seconds, devices=devices) for f in (mfu, hfu)]
+            shares = "  ".join(f"{share.name} {share:.0%}" for share in used)
+            status = f"loss {loss:.3f}  {tokens / seconds:,.0f} tokens/s  {shares}"
             bar.update(task, completed=i + 1, description=status)
             if (i + 1) % 50 == 0:
                 bar.print(f"step {i + 1:4}  {status}")
@@ -225,7 +223,8 @@ def main(config: Config) -> None:
         f"{rows.tokens.size:,} bytes of Python; {mesh.devices.flat[0].platform} devices: {layout}"
     )
 
-    params = watched(config, training(config, mesh, rows))
+    costs = forecast(config, mesh)
+    params = watched(config, training(config, mesh, rows), costs)
     print(f"parameters: {sum(x.size for x in jax.tree.leaves(params)):,}")
     loss = evaluate(config, mesh, params, held_out)
     print(f"validation loss: {loss:.3f} nats per byte, on {len(held_out)} files held out\n")

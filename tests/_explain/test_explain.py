@@ -41,7 +41,7 @@ def test_parts_add_up_to_the_wall_time(measured):
     report, _ = measured
     run = report.run
     assert run.compute + run.memory + run.communication + run.idle == run.wall
-    assert min(run.compute, run.memory, run.communication) > 0
+    assert min(run.compute + run.memory, run.communication) > 0
     assert run.idle >= 0
     assert 0 < run.wall < 60e9
 
@@ -128,7 +128,7 @@ def test_waiting_for_the_host_is_idle():
 
 
 def test_matrix_products_are_compute_and_sums_are_memory():
-    x = jnp.ones((512, 512))
+    x = jnp.ones((1024, 1024))
     products = explain(lambda x: x @ x @ x @ x)(x).run
     assert products.compute > products.memory
     sums = explain(lambda x: jnp.cumsum(x + 1, 0))(x).run
@@ -168,6 +168,11 @@ def test_for_an_accelerator_that_is_not_there():
     assert 0 <= report.graph_launches <= report.launches
     alone = report.launches - report.graph_launches
     assert alone * 1e-6 < report.launch_seconds < report.launches * 1e-5
+    (layers,) = [x for x in report.lines if x.work.matrix]
+    moved = 9 * (256 * 256 + 128 * 256) * 2  # weights and a layer's input, at least
+    assert layers.least >= max(report.work.matrix / 989.4e12, moved / 4.8e12)
+    assert layers.bound == "memory"
+    assert "bound by" in str(report)
     assert "in command buffers" in str(report)
 
 

@@ -1,10 +1,7 @@
 """What bounds a kernel: computation, memory or communication, and the least time that it takes."""
 
-from typing import Any
-
+from xform._devices import Device, device
 from xform._hlo import Kernel, Program
-
-Device = Any
 
 # XLA's names of what is multiplied.
 _DTYPES = {
@@ -21,7 +18,7 @@ _DTYPES = {
 }
 
 
-def bound(kernel: Kernel, device: Device | None, sent: int = 0) -> tuple[str, float]:
+def bound(kernel: Kernel, on: Device | None, sent: int = 0) -> tuple[str, float]:
     """Returns what bounds a kernel, "compute", "memory", "communication" or "host", and seconds.
 
     Where the device, or its peak for what is multiplied, is not known, the kind of the kernel
@@ -30,14 +27,14 @@ def bound(kernel: Kernel, device: Device | None, sent: int = 0) -> tuple[str, fl
     if kernel.kind == "host":
         return "host", 0.0
     if kernel.kind == "collective":
-        return "communication", sent / device.network if device else 0.0
+        return "communication", sent / on.network if on else 0.0
     dtype = _DTYPES.get(kernel.factor, kernel.factor)
-    if device is None or (kernel.factor and dtype not in device.peak):
+    if on is None or (kernel.factor and dtype not in on.peak):
         return ("compute" if kernel.kind in ("matmul", "library") else "memory"), 0.0
     work = kernel.work
-    products = device.seconds({dtype: work.matrix}) if work.matrix else 0.0
-    others = (work.other + work.transcendental) / device.peak["float32@highest"]
-    compute, memory = products + others, kernel.bytes / device.bandwidth
+    products = on.seconds({dtype: float(work.matrix)}) if work.matrix else 0.0
+    others = (work.other + work.transcendental) / on.peak["float32@highest"]
+    compute, memory = products + others, kernel.bytes / on.bandwidth
     # Nobody can tell of a library's kernel what it computes; they are written where that is much.
     if compute >= memory or kernel.kind == "library":
         return "compute", compute
@@ -46,4 +43,7 @@ def bound(kernel: Kernel, device: Device | None, sent: int = 0) -> tuple[str, fl
 
 def known_device(program: Program) -> Device | None:
     """Returns what the device of a program can do at best; None where that is not known."""
-    del program
+    try:
+        return device(program.device)
+    except ValueError:
+        return None

@@ -126,7 +126,7 @@ class Report:
             work=Work(of("matrix"), of("other"), of("transcendental")),
             read=total(kernels, lambda k: k.read),
             written=total(kernels, lambda k: k.written),
-            least=sum(bounds.values()) if self.device else None,
+            least=sum(bounds.values(), 0.0) if self.device else None,
             bound=max(bounds, key=bounds.__getitem__, default=None) if self.device else None,
             seconds=seconds,
             per_iteration=any(k.loops for k in (*kernels, *touched)),
