@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import io_callback
 
 from xform import explain, no_host_gap
 
@@ -165,9 +166,11 @@ def test_for_an_accelerator_that_is_not_there():
     report = explain(step, target="H200")(w, jax.ShapeDtypeStruct((128, 256), jnp.bfloat16))
     assert report.work.matrix == 9 * 2 * 128 * 256 * 256
     assert report.launches >= 9
-    assert 0 <= report.graph_launches <= report.launches
-    alone = report.launches - report.graph_launches
-    assert alone * 1e-6 < report.launch_seconds < report.launches * 1e-5
+    nodes, seconds = report.graph_launches, report.launch_seconds
+    assert nodes is not None
+    assert seconds is not None
+    assert 0 <= nodes <= report.launches
+    assert (report.launches - nodes) * 1e-6 < seconds < report.launches * 1e-5
     (layers,) = [x for x in report.lines if x.work.matrix]
     moved = 9 * (256 * 256 + 128 * 256) * 2  # weights and a layer's input, at least
     assert layers.least >= max(report.work.matrix / 989.4e12, moved / 4.8e12)
@@ -181,7 +184,7 @@ def test_small_kernels_in_a_loop_are_launches():
     f = lambda x: jax.lax.scan(lambda c, _: (jnp.sort(c) + 1, None), x, None, length=1000)[0]
     report = explain(f, run=False)(jnp.ones(16))
     assert report.launches >= 2000
-    assert report.launch_seconds > 2000 * 1e-7
+    assert (report.launch_seconds or 0) > 2000 * 1e-7
 
 
 def test_a_loop_without_end_is_named():
@@ -218,7 +221,7 @@ def test_every_callback_is_listed():
     def step(x):
         jax.debug.callback(print, x)
         y = jax.pure_callback(np.asarray, x, x)
-        return jax.experimental.io_callback(np.asarray, x, y)
+        return io_callback(np.asarray, x, y)
 
     with pytest.raises(RuntimeError) as e:
         no_host_gap(step)(jnp.ones(2))

@@ -20,7 +20,7 @@ X = jax.ShapeDtypeStruct((8, 16), jnp.float32)
 def compiled_text(f, *args) -> str:
     """Past the cache, whose programs have the lines of when they were compiled."""
     compiled, _ = compile_and_dump(jax.jit(f).lower(*args))
-    return compiled.as_text()
+    return compiled.as_text() or ""
 
 
 def instructions(text: str) -> list:
