@@ -25,7 +25,7 @@ from jax.sharding import PartitionSpec as P
 from rich.progress import BarColumn, Progress, TimeRemainingColumn
 
 import llama
-from xform import Costs, cost, hfu, memory, mfu
+from xform import Costs, cost, explain, hfu, memory, mfu
 from xform.sharding import check_divisible, cpu_devices, make_mesh, settle, shardings
 from xform.train import Rows, batch, decode, encode, pack
 
@@ -43,6 +43,8 @@ class Config:
     learning_rate: float = 3e-3
     """Its peak: it rises over a tenth of the steps, then falls along a cosine to a tenth."""
     weight_decay: float = 0.1
+    explain: str | None = None
+    """A file to write what the compiled step runs to, by line: a page if it ends in `.html`."""
     seed: int = 0
     dp: int | None = None
     """Devices along the data axis; by default all that `tp` leaves."""
@@ -85,6 +87,17 @@ def loss_and_grads(params: dict, rows: Rows, model: llama.Config) -> tuple[jax.A
     return total / labels, jax.tree.map(lambda g: g / labels, grads)
 
 
+def explained(f: Callable, file: str) -> Callable:
+    """Returns `f`, which at its first call writes to a file what its compiled program runs."""
+
+    def call(*args):
+        if not Path(file).exists():
+            explain(f)(*args).save(file)
+        return f(*args)
+
+    return call
+
+
 def gradients(config: Config, mesh: Mesh) -> Callable:
     """Returns the loss and the gradients of parameters and rows, over the mesh."""
     specs, body = llama.SPECS, partial(loss_and_grads, model=config.model)
@@ -104,6 +117,9 @@ def training(config: Config, mesh: Mesh, rows: Rows) -> Iterator[tuple[dict, flo
     """Yields the parameters and the loss of each step; the next step reuses their memory."""
     init = jax.jit(llama.init, static_argnums=0, out_shardings=shardings(mesh, llama.SPECS))
     grads_of = gradients(config, mesh)
+    if config.explain:
+        Path(config.explain).unlink(missing_ok=True)
+        grads_of = explained(grads_of, config.explain)
     optimizer = optimizer_for(config)
 
     # A program of its own: as part of the one above, XLA's CPU code for it takes ten times longer.

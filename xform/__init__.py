@@ -10,6 +10,9 @@ from xform._costs import Cost as Cost
 from xform._costs import Costs as Costs
 from xform._devices import Device as Device
 from xform._devices import device as device
+from xform._explain import Report as Report
+from xform._explain import explain as explain
+from xform._explain import no_host_gap as no_host_gap
 from xform._memory import Memory as Memory
 from xform._memory import memory as memory
 from xform._roofline import hfu as hfu
