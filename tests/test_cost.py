@@ -328,6 +328,26 @@ def test_three_models_of_bytes():
     assert costs.fused_bytes == 2 * 400
 
 
+@pytest.mark.parametrize("device", ["cpu", "H200"])
+def test_compiled_program_is_counted_through_its_loops(device):
+    f = lambda x: jax.lax.scan(lambda c, _: (jnp.sin(c @ x), None), x, length=5)[0]
+    try:
+        costs = cost(f, compiled=device)(f32(256, 256))
+    except RuntimeError as error:
+        pytest.skip(str(error))
+    assert costs.compiled.matrix_flops == costs.matrix_flops == 5 * 2 * 256**3
+    assert costs.fused_bytes / 2 < costs.compiled.bytes < 2 * costs.bytes
+    assert "compiled, each device runs" in str(costs)
+
+
+def test_compiled_program_leaves_out_what_nothing_needs():
+    def f(x):
+        x @ x
+        return x + 1
+
+    assert cost(f, compiled="cpu")(x88).compiled.matrix_flops == 0 < cost(f)(x88).matrix_flops
+
+
 def test_fused_loop_moves_its_carry_and_slices_each_time():
     costs = cost(lambda x, w: jax.lax.scan(lambda c, w: (jnp.sin(c * w) + 1, None), x, w)[0])
     assert costs(f32(100), f32(7, 100)).fused_bytes == 7 * 3 * 400

@@ -13,6 +13,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from fractions import Fraction
+from functools import partial
 from typing import Any
 
 import jax
@@ -22,19 +23,24 @@ from xform._amount import Amount, Polynomial, higher, lower
 from xform._attention_cost import AttentionFlops, attention_work
 from xform._cost_rules import RULES, Work, sent
 from xform._costs import NONE, Cost, Costs, Each, Row, add_up
+from xform._devices import DTYPES
+from xform._hlo import TARGETS, Kernel, compile_for, read
 from xform._program import Node, Region, content, program, prune, trip_count
 from xform.jaxpr._walk import trace
 
 _ATTENTION = ("flex_attention", "tile_sum")
 
 
-def cost(f: Callable, *, strict: bool = True) -> Callable[..., Costs]:
+def cost(f: Callable, *, strict: bool = True, compiled: str | None = None) -> Callable[..., Costs]:
     """Returns a function that counts what a call of `f` costs, and runs nothing.
 
     Args:
       f: a function of pytrees of arrays, jitted or not, differentiated, sharded, …
       strict: whether an unknown primitive raises; if not, it is listed in `unknown`, and counts
         nothing but the bytes of its operands and results.
+
+      compiled: a device to compile for besides: what JAX runs on, or one that need not be there
+        ("H200"). What the compiled program does is then in `Costs.compiled`.
 
     Returns:
       A function of the arguments of `f`, which may be `jax.ShapeDtypeStruct`s, that returns
@@ -54,9 +60,33 @@ def cost(f: Callable, *, strict: bool = True) -> Callable[..., Costs]:
 
     def counted(*args, **kwargs) -> Costs:
         jaxpr = trace(f, *args, **kwargs)
-        return cost_of(jaxpr, jax.tree.leaves((args, kwargs)), strict=strict)
+        costs = cost_of(jaxpr, jax.tree.leaves((args, kwargs)), strict=strict)
+        if compiled is None:
+            return costs
+        return dataclasses.replace(costs, compiled=_compiled(f, compiled, args, kwargs))
 
     return counted
+
+
+def _compiled(f: Callable, name: str, args: Sequence, kwargs: Mapping) -> Cost:
+    """What each device runs of a compiled program; a loop without a count, once."""
+    if name in TARGETS:
+        done = compile_for(name, lambda *args: f(*args, **kwargs), *args)
+    else:
+        done = (f if hasattr(f, "lower") else jax.jit(f)).lower(*args, **kwargs).compile()  # pyright: ignore[reportFunctionMemberAccess]
+    ran = read(done)
+    kinds = {kernel.factor for kernel in ran.kernels if kernel.work.matrix}
+    moved = ran.total(lambda kernel: kernel.bytes)
+    return Cost(
+        {DTYPES.get(k, k): ran.total(partial(_products, k)) for k in kinds},
+        ran.total(lambda kernel: kernel.work.other),
+        ran.total(lambda kernel: kernel.work.transcendental),
+        moved, moved,
+    )  # fmt: skip
+
+
+def _products(kind: str, kernel: Kernel) -> int:
+    return kernel.work.matrix if kernel.factor == kind else 0
 
 
 def cost_of(jaxpr: Jaxpr, args: Sequence[Any] = (), *, strict: bool = True) -> Costs:

@@ -116,6 +116,7 @@ class Costs:
       trips: the loops whose trip count the program does not tell: symbol and line.
       attention: the FLOPs of each attention by several conventions, with how often it runs.
       unknown: primitives without a rule (with `strict=False`), with their lines.
+      compiled: what each device runs of the compiled program, where that was asked for.
     """
 
     rows: tuple[Row, ...]
@@ -125,6 +126,7 @@ class Costs:
     attention: tuple[tuple[AttentionFlops, Amount], ...]
     unknown: Mapping[str, tuple[str, ...]]
     jaxpr: Jaxpr = field(repr=False)
+    compiled: Cost | None = None
 
     @property
     def total(self) -> Cost:
@@ -293,6 +295,11 @@ def table(costs: Costs, lines: int = 12) -> str:
         out.append(f"… and {len(by_line) - lines} lines more")
     if costs.low != costs.high:
         out.append(f"at least {costs.low}\nat most  {costs.high}")
+    if costs.compiled is not None:
+        ran = costs.compiled
+        out.append(
+            f"compiled, each device runs {number(ran.flops)}FLOP, moves {number(ran.bytes)}B"
+        )
     if again := costs.recompute.flops:
         out.append(f"of it recompute {number(again)}FLOP")
     for a, n in costs.attention:

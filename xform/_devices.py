@@ -12,6 +12,20 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+# XLA's names of what is multiplied.
+DTYPES = {
+    "bf16": "bfloat16",
+    "f16": "float16",
+    "f32": "float32",
+    "f64": "float64",
+    "c64": "complex64",
+    "c128": "complex128",
+    "s8": "int8",
+    "u8": "int8",
+    "f8e4m3fn": "float8_e4m3fn",
+    "f8e5m2": "float8_e5m2",
+}
+
 
 @dataclass(frozen=True)
 class Device:

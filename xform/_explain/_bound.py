@@ -1,21 +1,7 @@
 """What bounds a kernel: computation, memory or communication, and the least time that it takes."""
 
-from xform._devices import Device, device
+from xform._devices import DTYPES, Device, device
 from xform._hlo import Kernel, Program
-
-# XLA's names of what is multiplied.
-_DTYPES = {
-    "bf16": "bfloat16",
-    "f16": "float16",
-    "f32": "float32",
-    "f64": "float64",
-    "c64": "complex64",
-    "c128": "complex128",
-    "s8": "int8",
-    "u8": "int8",
-    "f8e4m3fn": "float8_e4m3fn",
-    "f8e5m2": "float8_e5m2",
-}
 
 
 def bound(kernel: Kernel, on: Device | None, sent: int = 0) -> tuple[str, float]:
@@ -28,7 +14,7 @@ def bound(kernel: Kernel, on: Device | None, sent: int = 0) -> tuple[str, float]
         return "host", 0.0
     if kernel.kind == "collective":
         return "communication", sent / on.network if on else 0.0
-    dtype = _DTYPES.get(kernel.factor, kernel.factor)
+    dtype = DTYPES.get(kernel.factor, kernel.factor)
     if on is None or (kernel.factor and dtype not in on.peak):
         return ("compute" if kernel.kind in ("matmul", "library") else "memory"), 0.0
     work = kernel.work
