@@ -125,6 +125,40 @@ def assigned(compiled) -> int:
     )  # fmt: skip
 
 
+def cases(*names, slow=("example step", "experts")):
+    return [*names, *(pytest.param(name, marks=pytest.mark.slow) for name in slow)]
+
+
+CPU = cases("scalar", "two layers", "eight layers", "scan over layers", "example model", "gpt")
+# Where a product is small, a GPU's compiler splits its sum and needs room for the parts.
+H200 = cases("scalar", "wide layers", "gpt", slow=("example model", "example step", "experts"))
+
+
+def assigned(compiled) -> int:
+    """What XLA's buffer assignment allocates."""
+    m = compiled.memory_analysis()
+    return (
+        m.temp_size_in_bytes + m.argument_size_in_bytes + m.output_size_in_bytes
+        - m.alias_size_in_bytes
+    )  # fmt: skip
+
+
+# These compile for long.
+SLOW = ("example step", "experts")
+# Where a product is small, a GPU's compiler splits its sum and needs room for the parts.
+CPU = params("scalar", "two layers", "eight layers", "scan over layers", "example model", "gpt")
+H200 = params("scalar", "wide layers", "example model", "gpt")
+
+
+def assigned(compiled) -> int:
+    """What XLA's buffer assignment allocates."""
+    m = compiled.memory_analysis()
+    return (
+        m.temp_size_in_bytes + m.argument_size_in_bytes + m.output_size_in_bytes
+        - m.alias_size_in_bytes
+    )  # fmt: skip
+
+
 CPU = [name for name in programs() if name not in ("wide layers", "gpt, bfloat16")]
 # Where a product is small, the compiler splits its sum and needs room for the parts.
 H200 = ["scalar", "wide layers", "example model", "example step", "gpt", "experts"]
