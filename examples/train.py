@@ -19,7 +19,7 @@ import sys
 import sysconfig
 import time
 import tokenize
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -33,6 +33,7 @@ from rich.progress import BarColumn, Progress, TimeRemainingColumn
 
 import llama
 from generate import generate
+from xform import Costs, cost, explain, hfu, memory, mfu
 from xform.sharding import check_divisible, cpu_devices, make_mesh, settle, shardings
 from xform.train import files, run
 from xform.train.checkpoint import Checkpoints
@@ -53,6 +54,8 @@ class Config:
     learning_rate: float = 3e-3
     """Its peak: it rises over a tenth of the steps, then falls along a cosine to a tenth."""
     weight_decay: float = 0.1
+    explain: str | None = None
+    """A file to write what the compiled step runs to, by line: a page if it ends in `.html`."""
     seed: int = 0
 
     data: tuple[str, ...] = ()
@@ -170,6 +173,24 @@ def loss_and_grads(params: dict, rows: Rows, model: llama.Config) -> tuple[jax.A
     return total / labels, jax.tree.map(lambda g: g / labels, grads)
 
 
+def explained(f: Callable, file: str) -> Callable:
+    """Returns `f`, which at its first call writes to a file what its compiled program runs."""
+
+    def call(*args):
+        if not Path(file).exists():
+            explain(f)(*args).save(file)
+        return f(*args)
+
+    return call
+
+
+def gradients(config: Config, mesh: Mesh) -> Callable:
+    """Returns the loss and the gradients of parameters and rows, over the mesh."""
+    specs, body = llama.SPECS, partial(loss_and_grads, model=config.model)
+    body = jax.shard_map(body, mesh=mesh, in_specs=(specs, P("dp")), out_specs=(P(), specs))
+    return jax.jit(body)
+
+
 def optimizer_for(config: Config) -> optax.GradientTransformation:
     """Returns AdamW under a warm-up and a cosine, with gradients clipped to norm 1."""
     peak, steps = config.learning_rate, config.steps
@@ -196,11 +217,10 @@ def training(
 
     It begins with the state that was saved then, or with a fresh one.
     """
-    specs = llama.SPECS
-    body = partial(loss_and_grads, model=config.model)
-    grads_of = jax.jit(
-        jax.shard_map(body, mesh=mesh, in_specs=(specs, P("dp")), out_specs=(P(), specs))
-    )
+    grads_of = gradients(config, mesh)
+    if config.explain:
+        Path(config.explain).unlink(missing_ok=True)
+        grads_of = explained(grads_of, config.explain)
     optimizer = optimizer_for(config)
 
     # A program of its own: as part of the one above, XLA's CPU code for it takes ten times longer.
@@ -242,29 +262,23 @@ def evaluate(config: Config, mesh: Mesh, params: dict, rows: Source) -> float:
 PANELS = {"loss": "loss (nats per token)", "tokens_per_second": "tokens per second"}
 
 
-def peak_flops(size: int = 2048) -> float:
-    """Returns the FLOP/s of all devices, measured: a float32 matrix product on one of them.
-
-    Virtual CPU devices share their cores, so that one of them has the peak of all.
-    """
-    x = jax.random.normal(jax.random.key(0), (size, size))
-    product = jax.jit(lambda x: x @ x)
-
-    def seconds() -> float:
-        start = time.perf_counter()
-        product(x).block_until_ready()
-        return time.perf_counter() - start
-
-    devices = 1 if jax.default_backend() == "cpu" else jax.device_count()
-    return devices * 2 * size**3 / min(seconds() for _ in range(5))
+def forecast(config: Config, mesh: Mesh) -> Costs:
+    """Prints what loss and gradients cost and need, before anything is compiled; returns costs."""
+    params = jax.eval_shape(partial(llama.init, config.model), jax.random.key(0))
+    shape = (config.batch, config.length)
+    rows = jax.eval_shape(lambda: Rows(*[np.zeros(shape, np.int32)] * 3))
+    costs = cost(gradients(config, mesh))(params, rows)
+    print(f"{costs}\n{memory(gradients(config, mesh))(params, rows)}")
+    return costs
 
 
 def watched(
-    config: Config, steps: Iterator[tuple[dict, float]], done: int
+    config: Config, steps: Iterator[tuple[dict, float]], done: int, costs: Costs
 ) -> Iterator[tuple[int, dict, float, float | None]]:
     """Passes the steps on, with their numbers and tokens per second, beside a progress bar."""
     tokens = config.batch * config.length
-    utilisation = llama.flops_per_token(config.model, config.length) / peak_flops()
+    # Virtual CPU devices share their cores, so that one of them has the peak of all.
+    devices = 1 if jax.default_backend() == "cpu" else None
     columns = ("step {task.completed}/{task.total}", BarColumn(), "{task.description}")
     with Progress(*columns, TimeRemainingColumn()) as bar:
         task = bar.add_task("compiling", total=config.steps, completed=done)
@@ -274,8 +288,10 @@ def watched(
             now = time.perf_counter()
             start = start or now
             if i:
-                mean = i * tokens / (now - start)
-                status = f"loss {loss:.3f}  {mean:,.0f} tokens/s  MFU {mean * utilisation:.0%}"
+                seconds = (now - start) / i
+                used = [f(costs, seconds, devices=devices) for f in (mfu, hfu)]
+                shares = "  ".join(f"{share.name} {share:.0%}" for share in used)
+                status = f"loss {loss:.3f}  {tokens / seconds:,.0f} tokens/s  {shares}"
                 bar.update(task, completed=done + i + 1, description=status)
                 if (done + i + 1) % 50 == 0:
                     bar.print(f"step {done + i + 1:4}  {status}")
@@ -308,9 +324,10 @@ def fit(config: Config, mesh: Mesh, rows: Source, folder: Path, stop: run.Stop) 
         state, before = first_state(config, mesh), checkpoints.latest or 0
         if before:
             state = restored(checkpoints, state, info)
+        costs = forecast(config, mesh)
         steps, done = training(config, mesh, rows, state, before), before
         with Metrics(folder, PANELS, done=before) as metrics:
-            for done, state, loss, rate in watched(config, steps, before):
+            for done, state, loss, rate in watched(config, steps, before, costs):
                 metrics.write(done, loss=loss, tokens_per_second=rate)
                 if not math.isfinite(loss):
                     raise FloatingPointError(

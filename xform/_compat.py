@@ -5,12 +5,15 @@ met in one file.
 """
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import jax
 import numpy as np
 
+# 0.11, 0.12: whether it is in use is asked once a process, whatever the public option says later.
 # 0.11, 0.12: has the only way to register platforms and not start them.
-from jax._src import xla_bridge
+from jax._src import compilation_cache, xla_bridge
 
 # 0.11, 0.12: runs a primitive eagerly by compiling it once, the `impl` of one that has a lowering.
 from jax._src.dispatch import apply_primitive as apply_primitive
@@ -61,6 +64,17 @@ def found_races() -> bool:
     from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 
     return gpu_callbacks.get_races().races_found
+
+
+@contextmanager
+def no_compilation_cache() -> Iterator[None]:
+    """Compiles anew, and leaves nothing behind in the persistent cache."""
+    known = compilation_cache._cache_checked, compilation_cache._cache_used
+    compilation_cache._cache_checked, compilation_cache._cache_used = True, False
+    try:
+        yield
+    finally:
+        compilation_cache._cache_checked, compilation_cache._cache_used = known
 
 
 def register_plugins() -> None:

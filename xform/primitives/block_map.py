@@ -29,7 +29,7 @@ _TILES, _ROWS = 2**18, 64
 
 def block_map(
     mask: Jaxpr | None,
-    captures: Sequence[Array],
+    captures: Sequence[Array | Interval],
     *,
     b: Array | int,
     h: Array | int,
@@ -47,7 +47,7 @@ def block_map(
     Args:
       mask: a jaxpr without constants, `(b, h, q_idx, kv_idx, *captures) -> bool`, all but the
         captures int32 scalars; None hides nothing.
-      captures: the arrays that the mask reads.
+      captures: the arrays that the mask reads; an interval for one whose content is not known.
       b, h: the batch and head, scalars.
       q_len, kv_len: how many queries and keys there are; may be 0.
       q_tile, kv_tile: how many of each make a tile.
