@@ -264,11 +264,13 @@ PANELS = {"loss": "loss (nats per token)", "tokens_per_second": "tokens per seco
 
 def forecast(config: Config, mesh: Mesh) -> Costs:
     """Prints what loss and gradients cost and need, before anything is compiled; returns costs."""
+    placed = lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at)
     params = jax.eval_shape(partial(llama.init, config.model), jax.random.key(0))
-    shape = (config.batch, config.length)
-    rows = jax.eval_shape(lambda: Rows(*[np.zeros(shape, np.int32)] * 3))
-    costs = cost(gradients(config, mesh))(params, rows)
-    print(f"{costs}\n{memory(gradients(config, mesh))(params, rows)}")
+    params = jax.tree.map(placed, params, shardings(mesh, llama.SPECS))
+    part = placed(np.zeros((config.batch, config.length), np.int32), shardings(mesh, P("dp")))
+    grads = gradients(config, mesh)
+    costs = cost(grads)(params, Rows(part, part, part))
+    print(f"{costs}\n{memory(grads)(params, Rows(part, part, part))}")
     return costs
 
 

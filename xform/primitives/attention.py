@@ -210,10 +210,10 @@ def which(
         q.shape[-1] ** -0.5 if scale is None else scale, float(options.get("dropout_rate", 0.0)),
     )  # fmt: skip
     here = jax.devices()[0]
-    name = {"gpu": "cuda"}.get(here.platform, here.platform)
+    platform = "cuda" if here.platform == "gpu" else here.platform
     return choose(
         options.get("implementation"), spec, q.shape, *v.shape[1::2], peak="max" in aux,
-        device=Device(name, getattr(here, "compute_capability", None)),
+        device=Device(platform, getattr(here, "compute_capability", None)),
     )  # fmt: skip
 
 

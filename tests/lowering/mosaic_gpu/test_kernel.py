@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -129,9 +130,11 @@ def test_many_tiles_without_a_race(mods, interpreted):
     """More than twice as many key tiles as there are in shared memory, so that each is reused."""
     shape = (1, 700, 2, 32)
     q, k, v = jax.random.normal(jax.random.key(0), (3, *shape), jnp.bfloat16)
-    ids = {"mask_mod": documents(jnp.arange(700) // 90)} if mods == "documents" else MODS[mods]
-    found = flex_attention(q, k, v, **ids)
-    true = flex_attention(q, k, v, implementation="reference", **ids)
+    options: Any = dict(MODS[mods])
+    if mods == "documents":
+        options["mask_mod"] = documents(jnp.arange(700) // 90)
+    found = flex_attention(q, k, v, **options)
+    true = flex_attention(q, k, v, implementation="reference", **options)
     error = jnp.linalg.norm((found - true).astype(jnp.float32)) / jnp.linalg.norm(
         true.astype(jnp.float32)
     )

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.extend.core import jaxpr_as_fun
 
 from xform.lowering.mosaic_gpu._program import BAND, COL, ROW, SCALAR, split
 from xform.primitives._mods import take_apart
@@ -42,6 +43,7 @@ def parts(mod, score: bool):
     reads = [read for group in mods.reads for read in group]
     captures = [x for x, group in zip(mods.captures, mods.reads, strict=True) for _ in group]
     jaxpr = mods.score if score else mods.mask
+    assert jaxpr is not None
     return split(jaxpr, score=score, reads=reads if score else None), [*captures, *mods.context]
 
 
@@ -57,7 +59,7 @@ def dense(program, arrays, *score):
             place = {ROW: q, COL: k, BAND: q - k + LENGTH - 1}.get(operand.pair)
             values.append((x if place is None else x[place]).astype(operand.dtype))
         indices = (q, k, q.astype(jnp.float32), k.astype(jnp.float32))
-        return jax.extend.core.jaxpr_as_fun(program.jaxpr)(*score, *indices, *values)[0]
+        return jaxpr_as_fun(program.jaxpr)(*score, *indices, *values)[0]
 
     over = lambda f, n: jax.vmap(jax.vmap(f, (None, 0, *[0] * n)), (0, None, *[0] * n))
     return jax.vmap(lambda h, *s: over(lambda q, k, *s: at(h, q, k, *s), len(s))(index, index, *s))(

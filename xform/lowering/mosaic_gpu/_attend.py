@@ -92,10 +92,9 @@ def attend(
             -1, *x.shape[hidden + 1 :]
         )
         inner = lambda x: x.reshape(x.shape[hidden:])
-        out = run(
-            *map(fold, (q, k, v)), [*map(inner, captures)], [*map(inner, context)],
-            mods_batch=batch,
-        )  # fmt: skip
+        q, k, v = map(fold, (q, k, v))
+        captures, context = ([inner(x) for x in xs] for xs in (captures, context))
+        out = run(q, k, v, captures, context, mods_batch=batch)
         return [x.reshape(*sizes, batch, *x.shape[1:]) for x in out]
     for size in reversed(sizes):
         run = _one_by_one(run, size)

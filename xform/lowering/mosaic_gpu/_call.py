@@ -230,15 +230,16 @@ class Call:
         """Whether any tile is partial: by the mask, or since it sticks out."""
         return self.programs.mask is not None or self.sizes.kv_len % self.tiles.kv != 0
 
-    def visible(self, place: Place, values):
-        """The mask over a tile."""
-        visible = None
-        if self.sizes.kv_len % self.tiles.kv:
-            visible = self.mma.index(place.k0, self.shape, 1, jnp.int32) < self.sizes.kv_len
-        if self.programs.mask is not None:
-            seen = self.run(self.programs.mask, place, values)
-            visible = seen if visible is None else visible & seen
-        return visible
+    def visible(self, place: Place, values) -> jax.Array:
+        """The mask over a tile that is partial."""
+        if self.programs.mask is None:
+            return self._inside(place)
+        seen = self.run(self.programs.mask, place, values)
+        return seen & self._inside(place) if self.sizes.kv_len % self.tiles.kv else seen
+
+    def _inside(self, place: Place) -> jax.Array:
+        """Which pairs of a tile are of a key that there is."""
+        return self.mma.index(place.k0, self.shape, 1, jnp.int32) < self.sizes.kv_len
 
     def run(self, program: TileProgram, place: Place, values, *score):
         """One program on one tile."""
@@ -305,9 +306,7 @@ def tiled(shape: tuple[int, ...], dtype):
     """Shared memory in the layout that products and bulk copies want: rows of up to 128 bytes."""
     swizzle = swizzle_of(shape[-1], dtype)
     tile = (8, swizzle // jnp.dtype(dtype).itemsize)
-    return plgpu.SMEM(
-        shape, dtype, transforms=(plgpu.TilingTransform(tile), plgpu.SwizzleTransform(swizzle))
-    )
+    return plgpu.SMEM(shape, dtype, transforms=plgpu.layout(tile, swizzle))
 
 
 def swizzle_of(size: int, dtype) -> int:

@@ -7,12 +7,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-kernel, SMEM, ACC, Barrier, RefUnion = (
-    plgpu.kernel, plgpu.SMEM, plgpu.ACC, plgpu.Barrier, plgpu.RefUnion,
-)  # fmt: skip
-Layout, TilingTransform, SwizzleTransform = (
-    plgpu.Layout, plgpu.TilingTransform, plgpu.SwizzleTransform,
-)  # fmt: skip
+kernel, SMEM, Barrier, Layout = plgpu.kernel, plgpu.SMEM, plgpu.Barrier, plgpu.Layout
+ACC = plgpu.ACC  # pyright: ignore[reportPrivateImportUsage]
 CompilerParams, LoweringSemantics, InterpretGPUParams = (
     plgpu.CompilerParams, plgpu.LoweringSemantics, plgpu.InterpretGPUParams,
 )  # fmt: skip
@@ -31,3 +27,12 @@ load, layout_cast, broadcasted_iota, set_max_registers = (
 inline_mgpu, RefType, ShapeDtypeStruct = plgpu.inline_mgpu, plgpu.RefType, plgpu.ShapeDtypeStruct
 ds, when, loop, run_scoped = pl.ds, pl.when, pl.loop, pl.run_scoped
 FragmentedArray, FragmentedLayout = mgpu.FragmentedArray, mgpu.WGMMA_LAYOUT
+
+
+def layout(tile: tuple[int, int], swizzle: int) -> tuple:
+    """The transforms of shared memory in tiles, with rows of `swizzle` bytes spread over banks."""
+    # pyright takes a base class's method for abstract here.
+    return (
+        plgpu.TilingTransform(tile),  # pyright: ignore[reportAbstractUsage]
+        plgpu.SwizzleTransform(swizzle),  # pyright: ignore[reportAbstractUsage]
+    )

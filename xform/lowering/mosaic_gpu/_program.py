@@ -21,6 +21,7 @@ from collections.abc import Callable, Sequence
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.core import ShapedArray
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
 from jax.interpreters import partial_eval as pe
 
@@ -208,7 +209,7 @@ class _Splitter:
     def result(self) -> TileProgram:
         self._check()
         operands = tuple(
-            Operand(c.heads, c.pair, v.aval.dtype)
+            Operand(c.heads, c.pair, _aval(v).dtype)
             for v, c in ((v, self.classes[v]) for v in self.frontier)
         )
         out = self.jaxpr.outvars[0]
@@ -219,7 +220,7 @@ class _Splitter:
         wrong = [
             f"`{eqn.primitive.name}` of a query and a key together (at {source_line(eqn)})"
             for eqn in self.inside
-            if eqn.primitive.name not in OPS or any(v.aval.shape for v in eqn.outvars)
+            if eqn.primitive.name not in OPS or any(_aval(v).shape for v in eqn.outvars)
         ]
         wrong += [
             f"a read of an array at an index that mixes query and key ({self.classes[v]})"
@@ -227,9 +228,9 @@ class _Splitter:
             if self.classes[v].pair == TILE
         ]
         wrong += [
-            f"a value of dtype {v.aval.dtype}"
+            f"a value of dtype {_aval(v).dtype}"
             for v in self._order()
-            if v.aval.dtype.itemsize > 4 or jnp.issubdtype(v.aval.dtype, jnp.complexfloating)
+            if _aval(v).dtype.itemsize > 4 or jnp.issubdtype(_aval(v).dtype, jnp.complexfloating)
         ]
         if wrong:
             raise NotImplementedError("; ".join(dict.fromkeys(wrong)))
@@ -253,7 +254,7 @@ class _Splitter:
                 env.update(zip(eqn.outvars, out, strict=True))
             return value(self.jaxpr.outvars[0])
 
-        struct = lambda v: jax.ShapeDtypeStruct((), v.aval.dtype)
+        struct = lambda v: jax.ShapeDtypeStruct((), _aval(v).dtype)
         float_index = jax.ShapeDtypeStruct((), jnp.float32)
         jaxpr = jax.make_jaxpr(program)(
             *map(struct, head), float_index, float_index, *map(struct, self.frontier)
@@ -266,13 +267,14 @@ class _Splitter:
 
         Exact, since a kernel's indices are below 2**24, and so are the differences.
         """
-        if eqn.primitive is not lax.convert_element_type_p:
+        source = eqn.invars[0]
+        if eqn.primitive is not lax.convert_element_type_p or not isinstance(source, Var):
             return None
         if eqn.params["new_dtype"] != jnp.float32:
             return None
-        if eqn.invars[0] in floats:
-            return floats[eqn.invars[0]]
-        maker = self._makers.get(eqn.invars[0])
+        if source in floats:
+            return floats[source]
+        maker = self._makers.get(source)
         if maker is None or maker.primitive is not lax.sub_p or set(maker.invars) != set(floats):
             return None
         x, y = (floats[v] for v in maker.invars)
@@ -346,6 +348,11 @@ def _classify(jaxpr: Jaxpr, classes: Sequence[Class]) -> dict[Var, Class]:
     return known
 
 
+def _aval(v: Var | Literal) -> ShapedArray:
+    assert isinstance(v.aval, ShapedArray)
+    return v.aval
+
+
 def _bind(eqn: JaxprEqn, *args):
     return eqn.primitive.bind(*args, **eqn.primitive.get_bind_params(eqn.params))
 
@@ -362,7 +369,7 @@ def _flatten(jaxpr: Jaxpr) -> Jaxpr:
         return [pick(*xs) for xs in zip(*results, strict=True)]
 
     run = interpret(jaxpr, {"cond": eqn_rule(choose)}, default=_bind)
-    structs = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in jaxpr.in_avals]
+    structs = [jax.ShapeDtypeStruct(_aval(v).shape, _aval(v).dtype) for v in jaxpr.invars]
     flat = jax.make_jaxpr(run)(*structs)
     # Branches and derivatives by name may hold calls of their own.
     again = jax.make_jaxpr(interpret(flat, {}, default=_bind))(*structs)

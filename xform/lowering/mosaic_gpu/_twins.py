@@ -9,6 +9,8 @@ the asynchronous proxy. The schedule around it is one source for both.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import jax.numpy as jnp
 from jax import lax
 
@@ -65,7 +67,7 @@ class Hardware:
             del ctx
             return band_tile(ref, start.registers.item(), shape, signed)
 
-        return tile(buffer, start)
+        return tile(buffer, start)  # the context is Mosaic's to give
 
     def index(self, start, shape, dim: int, dtype):
         """The tile `start + r`, or `start + c` with `dim=1`, int32 or float32."""
@@ -79,7 +81,8 @@ class Hardware:
         return tile(start)
 
 
-def _inline(shape, dtype, *arguments):
+def _inline(shape, dtype, *arguments) -> Callable[[Callable], Callable]:
+    """Marks a function of Mosaic's context and these arguments that makes a tile."""
     result = plgpu.ShapeDtypeStruct(shape, dtype, layout=plgpu.Layout.WGMMA)
     return plgpu.inline_mgpu(arg_types=arguments, return_type=result)
 
