@@ -5,6 +5,7 @@ from xform import primitives as primitives
 from xform import sharding as sharding
 from xform.primitives.attention import Aux as Aux
 from xform.primitives.attention import flex_attention as flex_attention
+from xform.primitives.cross_entropy import linear_cross_entropy as linear_cross_entropy
 from xform.primitives.masks import Mask as Mask
 from xform.primitives.masks import causal as causal
 from xform.primitives.masks import documents as documents

@@ -4,7 +4,7 @@ A tile sum is `sum_j f(row_i, col_j, shared)` (DESIGN section 4). Its derivative
 f's derivative and its transpose a tile sum of f's transpose, so the functions of all orders are
 terms
 
-    f ::= Attend(spec) | Jvp(f, nonzero) | Transpose(f, linear, shapes)
+    f ::= Attend(spec) | CrossEntropy(spec) | Jvp(f, nonzero) | Transpose(f, linear, shapes)
 
 that compare by value. First-order reverse mode is `Transpose(Jvp(Attend))`: by hand one would write
 five matrix products, `s = q k^T`, `dv = e^T da`, `de = da v^T`, `dq = ds k` and `dk = ds^T q` with
@@ -120,6 +120,12 @@ class Attend:
 def base(top):
     """What scores are taken relative to: the maximum, and 0 for a row that has none."""
     return jnp.where(jnp.isneginf(top), 0, top)
+
+
+def log_sum(top, total):
+    """`top + log(total)`, and minus infinity, with no gradient, for a sum over nothing."""
+    empty = total == 0
+    return jnp.where(empty, -jnp.inf, top + jnp.log(jnp.where(empty, 1, total)))
 
 
 @dataclasses.dataclass(frozen=True)

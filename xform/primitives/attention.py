@@ -30,7 +30,7 @@ from xform._compat import apply_primitive
 from xform.lowering import blockwise, reference
 from xform.lowering._dropout import threefry
 from xform.lowering._spec import Spec
-from xform.lowering._tile_fn import Attend, Jvp, base
+from xform.lowering._tile_fn import Attend, Jvp, base, log_sum
 from xform.primitives._mods import take_apart
 from xform.primitives._rules import (
     add_hidden_dim,
@@ -159,7 +159,7 @@ def _attend(q, k, v, *, score_mod, mask_mod, scale, dropout_rate, dropout_key):
     context = (*mods.context, dropout_key) if dropout_rate else mods.context
     args = join_axes((q, k, v, *mods.captures, *context))
     out, top, total = flex_attention_p.bind(*args, spec=spec, hidden=0, dtype=spec.dtype)
-    return out, _log_sum(top, total)
+    return out, log_sum(top, total)
 
 
 def _key_data(key):
@@ -181,13 +181,7 @@ def _with_sinks(out, lse, sinks):
     keys = jnp.exp(lse - top)
     total = keys + jnp.exp(sinks - top)
     out = (out * (keys * blockwise.inverse(total))[..., None]).astype(out.dtype)
-    return out, _log_sum(top, total)
-
-
-def _log_sum(top, total):
-    """`top + log(total)`, and minus infinity, with no gradient, for a sum over nothing."""
-    empty = total == 0
-    return jnp.where(empty, -jnp.inf, top + jnp.log(jnp.where(empty, 1, total)))
+    return out, log_sum(top, total)
 
 
 flex_attention_p = Primitive("flex_attention")

@@ -8,7 +8,8 @@ column, shared to shared). So one jvp rule and one transpose rule serve reverse 
 and all their compositions, at fused memory.
 
 The functions are terms of `xform.lowering._tile_fn`; `hidden` counts the leading dimensions that
-vmap has added, in which every operand has its full size or 1.
+vmap has added, in which every operand has its full size or 1. How arrays are laid out, and which
+lowering walks them, is the business of the function's spec: `_LOWERINGS` has one for each kind.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from xform._compat import apply_primitive
-from xform.lowering import blockwise
+from xform.lowering import blockwise, chunked
+from xform.lowering._loss_fn import LossSpec
+from xform.lowering._spec import Spec
 from xform.lowering._tile_fn import COL, ROW, Jvp, TileFn, Transpose, merge
 from xform.primitives._rules import (
     add_hidden_dim,
@@ -41,8 +44,9 @@ def tile_sum(
 
     Args:
       fn: the function of tiles.
-      operands: one array per operand of `fn`: rows `[*hidden,B,T,H,...]`, columns
-        `[*hidden,B,S,K,...]`, captured arrays `[*hidden,...]`.
+      operands: one array per operand of `fn`. Of attention: rows `[*hidden,B,T,H,...]`, columns
+        `[*hidden,B,S,K,...]`, captured arrays `[*hidden,...]`. Of cross entropy: rows
+        `[*hidden,*tokens,...]`, columns `[*hidden,V]`, `[*hidden,D,V]` or `[*hidden,V,D]`.
       context: arrays that masks and indices read, `[*hidden,...]`; they get no derivative.
       hidden: number of hidden dimensions.
       outs: shape and dtype of each result.
@@ -71,12 +75,18 @@ def _abstract(*args, fn, hidden, outs):
 
 
 def _impl(*args, fn, hidden, outs):
-    operands, context = _split(args, fn)
-    structs = [jax.ShapeDtypeStruct(*out) for out in outs]
+    return _LOWERINGS[type(fn.spec)](fn, hidden, _structs(outs), *_split(args, fn))
+
+
+def _attention(fn, hidden, structs, operands, context):
+    """The tile sums of attention; over no row or no column, zeros."""
     sides = [x for x, kind in zip(operands, fn.operands, strict=True) if kind in (ROW, COL)]
-    if 0 in hidden_sizes(args, hidden) or any(0 in x.shape for x in sides):
+    if 0 in hidden_sizes((*operands, *context), hidden) or any(0 in x.shape for x in sides):
         return [jnp.zeros(s.shape, s.dtype) for s in structs]
     return blockwise.tile_sum(fn, block_map, hidden, structs, operands, context)
+
+
+_LOWERINGS = {Spec: _attention, LossSpec: chunked.tile_sum}
 
 
 def _jvp(primals, tangents, *, fn, hidden, outs):
@@ -97,9 +107,7 @@ def _transpose(cts, *args, fn, hidden, outs):
         jnp.zeros(*out) if type(ct) is ad.Zero else ct for ct, out in zip(cts, outs, strict=True)
     ]
     kinds = [k for k, z in zip(fn.operands, linear, strict=True) if z]
-    shapes = tuple(
-        a.shape[hidden + 3 * (k in (ROW, COL)) :] for a, k in zip(avals, kinds, strict=True)
-    )
+    shapes = tuple(fn.spec.tail(k, a.shape[hidden:]) for a, k in zip(avals, kinds, strict=True))
     fn = Transpose(fn, linear, shapes)
     grads = tile_sum(fn, [*known, *cts], context, hidden=hidden, outs=avals)
     return [*merge(linear, grads, [None] * len(known)), *(None for _ in context)]
