@@ -8,6 +8,7 @@ its weights `w` and its bias. Both meet in a logit, `x = softcap(h . w + bias)`.
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,12 +26,14 @@ class Chunks:
     """How many logits are held at once, as `(tokens, entries of the vocabulary)`.
 
     Attributes:
-      by_token: in the forward pass, which takes the vocabulary chunk by chunk for some tokens.
-      by_entry: in the backward pass, which takes the tokens chunk by chunk for some entries.
+      by_token: where results are per token (the loss, gradients of hidden states): the vocabulary
+        is walked for some tokens.
+      by_entry: where results are per entry (gradients of weights): the tokens are walked for some
+        entries.
     """
 
-    by_token: tuple[int, int] = (2048, 4096)
-    by_entry: tuple[int, int] = (8192, 1024)
+    by_token: tuple[int, int]
+    by_entry: tuple[int, int]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +47,7 @@ class LossSpec:
       smooth: whether the sum of all logits is asked for.
       token_dims: how many dimensions the labels have.
       vocab_dim: 0 for weights `[V,D]`, 1 for `[D,V]`.
-      chunks: how many logits are held at once.
+      chunks: how many logits are held at once; None for the platform's.
     """
 
     dtype: jnp.dtype
@@ -53,12 +56,17 @@ class LossSpec:
     smooth: bool
     token_dims: int
     vocab_dim: int
-    chunks: Chunks
+    chunks: Chunks | None
 
     @property
     def wide(self) -> jnp.dtype:
         """The dtype of logits, statistics and accumulators: float32, float64 for float64."""
         return jnp.promote_types(self.dtype, jnp.float32)
+
+    @property
+    def both_curved(self) -> bool:
+        """Whether the sum of all logits has a gradient of its own for each token."""
+        return self.smooth and self.softcap is not None
 
     def tail(self, kind: Kind, shape: tuple[int, ...]) -> tuple[int, ...]:
         """The dimensions of a whole operand but those of tokens or of the vocabulary."""
@@ -118,7 +126,7 @@ class RowGradients:
     fn: TileFn
 
     @property
-    def spec(self):
+    def spec(self) -> Any:
         return self.fn.spec
 
     @property

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import dataclasses
 from functools import partial
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -36,10 +36,14 @@ type Kind = str | tuple[Read, ...]
 
 @runtime_checkable
 class TileFn(Protocol):
-    """A function of tiles: `fn(at, *tiles) -> list of tiles`."""
+    """A function of tiles: `fn(at, *tiles) -> list of tiles`.
+
+    Its `spec` is what the primitive hands to its lowering (`Spec` for attention, `LossSpec` for
+    cross entropy); of all specs, terms use `wide`, the dtype of tiles, and `tail`.
+    """
 
     @property
-    def spec(self) -> Spec: ...
+    def spec(self) -> Any: ...
     @property
     def operands(self) -> tuple[Kind, ...]: ...
     @property
@@ -136,7 +140,7 @@ class Jvp:
     nonzero: tuple[bool, ...]
 
     @property
-    def spec(self) -> Spec:
+    def spec(self) -> Any:
         return self.fn.spec
 
     @property
@@ -172,7 +176,7 @@ class Transpose:
     shapes: tuple[tuple[int, ...], ...]
 
     @property
-    def spec(self) -> Spec:
+    def spec(self) -> Any:
         return self.fn.spec
 
     @property

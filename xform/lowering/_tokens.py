@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from xform.lowering._loss_fn import LossSpec
-from xform.lowering._tile_fn import ROW, Kind
+from xform.lowering._tile_fn import ROW, Kind, merge
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,11 +38,10 @@ class Layout:
     @classmethod
     def of(cls, spec: LossSpec, hidden: int, kinds: Sequence[Kind], arrays: Sequence) -> Layout:
         """The layout of arrays, or of their shapes, the first of which has a number per token."""
-        differ = lambda d, of: {
-            x.shape[d] for x, k in zip(arrays, kinds, strict=True) if of(k)
-        } - {1}
-        sizes = tuple(next(iter(differ(d, lambda k: True)), 1) for d in range(hidden))
-        looped = tuple(d for d in range(hidden) if differ(d, lambda k: k != ROW))
+        columns = [x for x, k in zip(arrays, kinds, strict=True) if k != ROW]
+        differ = lambda d, xs: {x.shape[d] for x in xs} - {1}
+        sizes = tuple(next(iter(differ(d, arrays)), 1) for d in range(hidden))
+        looped = tuple(d for d in range(hidden) if differ(d, columns))
         return cls(spec, sizes, tuple(arrays[0].shape[hidden:]), looped)
 
     @property
@@ -79,9 +78,9 @@ class Layout:
         hidden = len(self.sizes)
         tail = self.spec.tail(kind, out.shape[hidden:])
         shape = (self._count, *tail) if kind == ROW else out.shape[hidden:]
-        seen = self.sizes if kind == ROW else [self.sizes[d] for d in self.looped]
-        found = out.shape[:hidden] if kind == ROW else [out.shape[d] for d in self.looped]
-        return jax.ShapeDtypeStruct(shape, out.dtype if tuple(seen) == tuple(found) else self.spec.wide)
+        own = range(hidden) if kind == ROW else self.looped
+        finished = all(out.shape[d] == self.sizes[d] for d in own)
+        return jax.ShapeDtypeStruct(shape, out.dtype if finished else self.spec.wide)
 
     @property
     def _count(self) -> int:
@@ -100,13 +99,12 @@ def _along(flat: Callable, size: int) -> Callable:
     """`flat` once for each index of a leading dimension, which is `size` or 1."""
 
     def mapped(*arrays):
-        moving = [len(x) > 1 for x in arrays]
-
         def step(_, parts):
-            parts = iter(parts)
-            return None, flat(*(next(parts) if m else x[0] for x, m in zip(arrays, moving)))
+            return None, flat(*merge(moving, parts, shared))
 
+        moving = tuple(len(x) > 1 for x in arrays)
         parts = [x for x, m in zip(arrays, moving, strict=True) if m]
+        shared = [x[0] for x, m in zip(arrays, moving, strict=True) if not m]
         return lax.scan(step, None, parts, length=size)[1]
 
     return mapped

@@ -13,10 +13,12 @@ communicates nothing, works on types without axes.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import jax.numpy as jnp
 from jax import lax
 from jax.core import ShapedArray
+from jax.extend.core import Primitive
 from jax.interpreters import mlir
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -61,6 +63,13 @@ def lower_without_axes(impl: Callable) -> Callable:
         return lowered(ctx, *args, **params)
 
     return rule
+
+
+def register_by_platform(primitive: Primitive, impl: Callable) -> None:
+    """Registers the lowering `impl(*args, platform="cpu" or "default", **params)`."""
+    for name in ("cpu", "default"):
+        rule = lower_without_axes(partial(impl, platform=name))
+        mlir.register_lowering(primitive, rule, platform=None if name == "default" else name)
 
 
 def hidden_sizes(arrays: Sequence, hidden: int) -> tuple[int, ...]:

@@ -26,7 +26,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import ad, batching
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
@@ -38,7 +38,7 @@ from xform.primitives._rules import (
     add_hidden_dim,
     hidden_sizes,
     join_axes,
-    lower_without_axes,
+    register_by_platform,
     result_type,
 )
 from xform.primitives.tile_sum import tile_sum
@@ -58,7 +58,7 @@ def linear_cross_entropy(
     z_loss: float = 0.0,
     ignore_label: int = -1,
     vocab_axis: str | None = None,
-    chunks: Chunks = Chunks(),
+    chunks: Chunks | None = None,
     implementation: str | None = None,
 ) -> tuple[Float[Array, "*tokens"], Float[Array, "*tokens"]]:
     """Returns the cross entropy of each token's label, and the log-sum-exp of its logits.
@@ -97,7 +97,7 @@ def linear_cross_entropy(
         gradient, whatever their hidden states, NaN included.
       vocab_axis: the manual mesh axis that splits `weight` and `bias` along the vocabulary; labels
         count over the whole of it.
-      chunks: how many logits are held at once.
+      chunks: how many logits are held at once; `xform.lowering.chunked.CHUNKS` has the defaults.
       implementation: "chunked" (any device), "reference" (dense, for tests), or None to choose.
 
     Returns:
@@ -109,7 +109,8 @@ def linear_cross_entropy(
     >>> import jax, jax.numpy as jnp
     >>> from xform import linear_cross_entropy
     >>> keys = jax.random.split(jax.random.key(0), 3)
-    >>> hidden, weight = jax.random.normal(keys[0], (2, 5, 16)), jax.random.normal(keys[1], (16, 99))
+    >>> hidden = jax.random.normal(keys[0], (2, 5, 16))
+    >>> weight = jax.random.normal(keys[1], (16, 99))
     >>> labels = jax.random.randint(keys[2], (2, 5), 0, 99).at[0, :3].set(-1)
     >>> loss, lse = linear_cross_entropy(hidden, weight, labels, z_loss=1e-4)
     >>> loss.shape, int((loss == 0).sum())
@@ -187,9 +188,9 @@ def _on_shards(loss, arrays, vocab_dim: int, vocab_axis: str | None):
             "share must be whole on every device"
         )
     if tuple(labels) != tokens:
-        wrong.append(f"`labels` is split over {labels} and the tokens of `hidden` over {P(*tokens)}")
-    if bias and bias[0] != (entries,):
-        wrong.append(f"`bias` is split over {bias[0]} and the vocabulary of `weight` over {entries}")
+        wrong.append(f"`labels` is split over {labels} and tokens of `hidden` over {P(*tokens)}")
+    if bias and tuple(bias[0]) != (entries,):
+        wrong.append(f"`bias` is split over {bias[0]} and entries of `weight` over {P(entries)}")
     if vocab_axis is not None and entries is not None:
         wrong.append(f"`vocab_axis` is {vocab_axis!r} and `weight` is split over {entries} by type")
     if isinstance(entries, tuple):
@@ -230,9 +231,9 @@ def _abstract(*args, spec, hidden, rows):
     return [result_type(s.shape, s.dtype, *args) for s in _structs(args, spec, hidden, rows)]
 
 
-def _impl(*args, spec, hidden, rows):
+def _impl(*args, spec, hidden, rows, platform):
     *operands, labels = args
-    return chunked.forward(spec, hidden, rows, operands, labels)
+    return chunked.forward(spec, hidden, rows, operands, labels, platform)
 
 
 def _jvp(primals, tangents, *, spec, hidden, rows):
@@ -284,7 +285,7 @@ linear_cross_entropy_p.def_impl(partial(apply_primitive, linear_cross_entropy_p)
 linear_cross_entropy_p.def_abstract_eval(_abstract)
 ad.primitive_jvps[linear_cross_entropy_p] = _jvp
 batching.primitive_batchers[linear_cross_entropy_p] = _batch
-mlir.register_lowering(linear_cross_entropy_p, lower_without_axes(_impl))
+register_by_platform(linear_cross_entropy_p, _impl)
 
 
 def _check(hidden, weight, labels, bias, vocab_dim, vocab_axis, implementation) -> None:
@@ -325,8 +326,8 @@ def _check(hidden, weight, labels, bias, vocab_dim, vocab_axis, implementation) 
             )
     if vocab_axis is not None and vocab_axis not in varying_axes(weight):
         wrong.append(
-            f"`vocab_axis` is {vocab_axis!r} and `weight` is the same on all its devices; needed is "
-            "a call inside `jax.shard_map`, with types checked, that splits `weight` over it"
+            f"`vocab_axis` is {vocab_axis!r} and `weight` does not vary over it; needed is a call "
+            "inside `jax.shard_map`, with types checked, that splits `weight` over it"
         )
     if implementation not in _IMPLEMENTATIONS:
         wrong.append(f"`implementation` is {implementation!r}; there is {list(_IMPLEMENTATIONS)}")

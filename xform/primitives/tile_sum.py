@@ -20,7 +20,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import ad, batching
 
 from xform._compat import apply_primitive
 from xform.lowering import blockwise, chunked
@@ -31,7 +31,7 @@ from xform.primitives._rules import (
     add_hidden_dim,
     hidden_sizes,
     join_axes,
-    lower_without_axes,
+    register_by_platform,
     result_type,
 )
 from xform.primitives.block_map import block_map
@@ -74,12 +74,14 @@ def _abstract(*args, fn, hidden, outs):
     return [result_type(shape, dtype, *args) for shape, dtype in outs]
 
 
-def _impl(*args, fn, hidden, outs):
-    return _LOWERINGS[type(fn.spec)](fn, hidden, _structs(outs), *_split(args, fn))
+def _impl(*args, fn, hidden, outs, platform):
+    lowering = _LOWERINGS[type(fn.spec)]
+    return lowering(fn, hidden, _structs(outs), *_split(args, fn), platform=platform)
 
 
-def _attention(fn, hidden, structs, operands, context):
+def _attention(fn, hidden, structs, operands, context, platform):
     """The tile sums of attention; over no row or no column, zeros."""
+    del platform
     sides = [x for x, kind in zip(operands, fn.operands, strict=True) if kind in (ROW, COL)]
     if 0 in hidden_sizes((*operands, *context), hidden) or any(0 in x.shape for x in sides):
         return [jnp.zeros(s.shape, s.dtype) for s in structs]
@@ -129,4 +131,4 @@ tile_sum_p.def_abstract_eval(_abstract)
 ad.primitive_jvps[tile_sum_p] = _jvp
 ad.primitive_transposes[tile_sum_p] = _transpose
 batching.primitive_batchers[tile_sum_p] = _batch
-mlir.register_lowering(tile_sum_p, lower_without_axes(_impl))
+register_by_platform(tile_sum_p, _impl)
