@@ -5,6 +5,7 @@ XLA compiles for an accelerator that the host lacks from a description of it, a 
 run; all else that a compiled program can tell, it tells.
 """
 
+import warnings
 from collections.abc import Callable, Mapping
 from importlib.resources import files
 from typing import Any
@@ -59,4 +60,8 @@ def compile_for(target: str, f: Callable, *args: Any) -> Any:
     """
     placement = NamedSharding(target_mesh(target, {"one": 1}), jax.P())
     shape = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=placement)
-    return jax.jit(f).lower(*jax.tree.map(shape, args)).compile()
+    lowered = jax.jit(f).lower(*jax.tree.map(shape, args))
+    with warnings.catch_warnings():
+        # A cache of programs on disk can't give back one that no device here could run.
+        warnings.filterwarnings("ignore", "Error reading persistent compilation cache entry")
+        return lowered.compile()

@@ -66,9 +66,18 @@ def lower_without_axes(impl: Callable) -> Callable:
 
 
 def register_by_platform(primitive: Primitive, impl: Callable) -> None:
-    """Registers the lowering `impl(*args, platform="cpu" or "default", **params)`."""
+    """Registers the lowering `impl(*args, platform, auto, **params)`.
+
+    `platform` is "cpu" or "default"; `auto` says whether the partitioner may split arrays.
+    """
     for name in ("cpu", "default"):
-        rule = lower_without_axes(partial(impl, platform=name))
+
+        def rule(ctx, *args, platform=name, **params):
+            # What `shard_map` and one device have not.
+            devices = getattr(ctx.module_context.axis_context, "device_assignment", None)
+            lower = partial(impl, platform=platform, auto=len(devices or ()) > 1)
+            return lower_without_axes(lower)(ctx, *args, **params)
+
         mlir.register_lowering(primitive, rule, platform=None if name == "default" else name)
 
 

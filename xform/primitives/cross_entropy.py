@@ -34,6 +34,7 @@ from xform._compat import apply_primitive, varying_axes
 from xform.lowering import chunked, reference
 from xform.lowering._loss_fn import IGNORED, Chunks, CrossEntropy, LossSpec, RowGradients
 from xform.lowering._tile_fn import Jvp, base, log_sum
+from xform.primitives._auto import axis_names, local_rows
 from xform.primitives._rules import (
     add_hidden_dim,
     hidden_sizes,
@@ -177,7 +178,7 @@ def _over_devices(axis: str | None, top, total, *sums):
 def _on_shards(loss, arrays, vocab_dim: int, vocab_axis: str | None):
     """`loss` on each device, where the types of arrays say that explicit mesh axes split them."""
     hidden, weight, labels, *bias = (jax.typeof(x).sharding.spec for x in arrays)
-    split = {axis for spec in (hidden, weight, labels, *bias) for axis in _names(spec)}
+    split = {axis for spec in (hidden, weight, labels, *bias) for axis in axis_names(spec)}
     if not split:
         return loss(*arrays, vocab_axis=vocab_axis)
     tokens, entries = tuple(hidden[:-1]), weight[vocab_dim]
@@ -195,7 +196,7 @@ def _on_shards(loss, arrays, vocab_dim: int, vocab_axis: str | None):
         wrong.append(f"`vocab_axis` is {vocab_axis!r} and `weight` is split over {entries} by type")
     if isinstance(entries, tuple):
         wrong.append(f"the vocabulary of `weight` is split over {entries}: one axis is supported")
-    if entries is not None and entries in _names(P(*tokens)):
+    if entries is not None and entries in axis_names(P(*tokens)):
         wrong.append(f"tokens and vocabulary are split over the same axis, {entries!r}")
     if wrong:
         raise ValueError(
@@ -206,12 +207,6 @@ def _on_shards(loss, arrays, vocab_dim: int, vocab_axis: str | None):
         mesh=jax.typeof(arrays[0]).sharding.mesh, axis_names=split,
         in_specs=(hidden, weight, labels, *bias), out_specs=(P(*tokens), P(*tokens)),
     )(*arrays)  # fmt: skip
-
-
-def _names(spec) -> list[str]:
-    """The mesh axes of a partition."""
-    dims = [() if d is None else d if isinstance(d, tuple) else (d,) for d in spec]
-    return [axis for dim in dims for axis in dim]
 
 
 linear_cross_entropy_p = Primitive("linear_cross_entropy")
@@ -231,9 +226,17 @@ def _abstract(*args, spec, hidden, rows):
     return [result_type(s.shape, s.dtype, *args) for s in _structs(args, spec, hidden, rows)]
 
 
-def _impl(*args, spec, hidden, rows, platform):
-    *operands, labels = args
-    return chunked.forward(spec, hidden, rows, operands, labels, platform)
+def _impl(*args, spec, hidden, rows, platform, auto):
+    def forward(*args):
+        *operands, labels = args
+        return chunked.forward(spec, hidden, rows, operands, labels, platform)
+
+    if not auto:
+        return forward(*args)
+    tokens, shared = range(hidden, hidden + spec.token_dims), range(0)
+    ins = [tokens, *(shared for _ in args[1:-1]), tokens]
+    outs = [tokens for _ in _structs(args, spec, hidden, rows)]
+    return local_rows(forward, ins, outs, "linear_cross_entropy")(*args)
 
 
 def _jvp(primals, tangents, *, spec, hidden, rows):

@@ -27,6 +27,7 @@ from xform.lowering import blockwise, chunked
 from xform.lowering._loss_fn import LossSpec
 from xform.lowering._spec import Spec
 from xform.lowering._tile_fn import COL, ROW, Jvp, TileFn, Transpose, merge
+from xform.primitives._auto import local_rows
 from xform.primitives._rules import (
     add_hidden_dim,
     hidden_sizes,
@@ -74,21 +75,35 @@ def _abstract(*args, fn, hidden, outs):
     return [result_type(shape, dtype, *args) for shape, dtype in outs]
 
 
-def _impl(*args, fn, hidden, outs, platform):
-    lowering = _LOWERINGS[type(fn.spec)]
-    return lowering(fn, hidden, _structs(outs), *_split(args, fn), platform=platform)
+def _impl(*args, fn, hidden, outs, platform, auto):
+    return _LOWERINGS[type(fn.spec)](fn, hidden, _structs(outs), args, platform, auto)
 
 
-def _attention(fn, hidden, structs, operands, context, platform):
+def _attention(fn, hidden, structs, args, platform, auto):
     """The tile sums of attention; over no row or no column, zeros."""
-    del platform
+    del platform, auto
+    operands, context = _split(args, fn)
     sides = [x for x, kind in zip(operands, fn.operands, strict=True) if kind in (ROW, COL)]
-    if 0 in hidden_sizes((*operands, *context), hidden) or any(0 in x.shape for x in sides):
+    if 0 in hidden_sizes(args, hidden) or any(0 in x.shape for x in sides):
         return [jnp.zeros(s.shape, s.dtype) for s in structs]
     return blockwise.tile_sum(fn, block_map, hidden, structs, operands, context)
 
 
-_LOWERINGS = {Spec: _attention, LossSpec: chunked.tile_sum}
+def _cross_entropy(fn, hidden, structs, args, platform, auto):
+    """The tile sums of linear cross entropy, by tokens where the partitioner splits them."""
+
+    def whole(*args):
+        return chunked.tile_sum(fn, hidden, structs, *_split(args, fn), platform)
+
+    if not auto:
+        return whole(*args)
+    tokens, shared = range(hidden, hidden + fn.spec.token_dims), range(0)
+    rows = lambda kinds: [tokens if kind == ROW else shared for kind in kinds]
+    ins, outs = rows((*fn.operands, ROW)), rows(fn.results)
+    return local_rows(whole, ins, outs, "linear_cross_entropy")(*args)
+
+
+_LOWERINGS = {Spec: _attention, LossSpec: _cross_entropy}
 
 
 def _jvp(primals, tangents, *, fn, hidden, outs):
