@@ -236,7 +236,7 @@ def _impl(*args, spec, hidden, rows, platform, auto):
     tokens, shared = range(hidden, hidden + spec.token_dims), range(0)
     ins = [tokens, *(shared for _ in args[1:-1]), tokens]
     outs = [tokens for _ in _structs(args, spec, hidden, rows)]
-    return local_rows(forward, ins, outs, "linear_cross_entropy")(*args)
+    return local_rows(forward, ins, outs)(*args)
 
 
 def _jvp(primals, tangents, *, spec, hidden, rows):

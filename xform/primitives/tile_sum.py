@@ -100,7 +100,7 @@ def _cross_entropy(fn, hidden, structs, args, platform, auto):
     tokens, shared = range(hidden, hidden + fn.spec.token_dims), range(0)
     rows = lambda kinds: [tokens if kind == ROW else shared for kind in kinds]
     ins, outs = rows((*fn.operands, ROW)), rows(fn.results)
-    return local_rows(whole, ins, outs, "linear_cross_entropy")(*args)
+    return local_rows(whole, ins, outs)(*args)
 
 
 _LOWERINGS = {Spec: _attention, LossSpec: _cross_entropy}
