@@ -38,9 +38,15 @@ _ALIGNED = 128
 
 
 def fold(length: int, chunk: int, step: Callable, carry):
-    """Folds `step(start, size, carry)` over chunks of about one size, and a last, smaller one."""
+    """Folds `step(start, size, carry)` over equal chunks, if need be with a smaller one at the end.
+
+    The body is compiled once where about as many chunks divide the length evenly.
+    """
+    count = max(1, math.ceil(length / chunk))
     unit = math.gcd(chunk, _ALIGNED)
-    even = math.ceil(length / max(1, math.ceil(length / chunk)) / unit) * unit
+    even = math.ceil(length / count / unit) * unit
+    divide = (n for n in range(count, count + count // 8 + 1) if length % (8 * n) == 0)
+    even = next((length // n for n in divide), even)
     count, rest = divmod(length, even) if even < length else (0, length)
     if count:
         carry = lax.fori_loop(0, count, lambda i, c: step(i * even, even, c), carry)
