@@ -15,6 +15,11 @@ from jax._src import xla_bridge
 # 0.11, 0.12: runs a primitive eagerly by compiling it once, the `impl` of one that has a lowering.
 from jax._src.dispatch import apply_primitive as apply_primitive
 
+# 0.11, 0.12: primitives whose lowering is told the devices; of others, it can't split arrays.
+from jax._src.dispatch import (
+    prim_requires_devices_during_lowering as prim_requires_devices_during_lowering,
+)
+
 # 0.11, 0.12: what a derivative rule writes its output tree to; found in closures, without meaning.
 from jax._src.linear_util import EqualStore as EqualStore
 from jax._src.linear_util import Store as Store

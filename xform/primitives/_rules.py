@@ -22,7 +22,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import mlir
 from jax.sharding import NamedSharding, PartitionSpec
 
-from xform._compat import varying_axes
+from xform._compat import prim_requires_devices_during_lowering, varying_axes
 
 
 def join_axes(arrays: Sequence) -> list:
@@ -79,6 +79,7 @@ def register_by_platform(primitive: Primitive, impl: Callable) -> None:
             return lower_without_axes(lower)(ctx, *args, **params)
 
         mlir.register_lowering(primitive, rule, platform=None if name == "default" else name)
+    prim_requires_devices_during_lowering.add(primitive)
 
 
 def hidden_sizes(arrays: Sequence, hidden: int) -> tuple[int, ...]:
