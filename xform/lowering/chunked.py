@@ -187,7 +187,7 @@ def _tile_sum(fn: TileFn, structs: Sequence, chunks: Chunks, labels, *arrays) ->
 
     def some_outer(start, size, results):
         def some_inner(at, count, totals):
-            where = {outer: (start, size), inner: (at, count)}
+            where: dict[Kind, tuple] = {outer: (start, size), inner: (at, count)}
             tiles = [load(spec, x, k, *where[k]) for x, k in zip(arrays, kinds, strict=True)]
             values = fn(place(take(labels, *where[ROW]), *where[COL]), *tiles)
             values = [unload(spec, v, k) for v, k in zip(values, fn.results, strict=True)]
