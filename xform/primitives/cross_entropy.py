@@ -2,7 +2,7 @@
 
     loss = lse - logit of the label          lse = log sum exp (hidden weight + bias)
 
-in exact arithmetic and any order of derivative, under every JAX transform. The idea is that of
+with exact gradients, to any order, under every JAX transform. The idea is that of
 Wijmans et al., "Cut your losses in large-vocabulary language models" (arXiv:2411.09009): the
 logits are made chunk by chunk, and once more for the gradients. Unlike theirs, no gradient is
 filtered, and weights may get theirs or not at no cost to the other.
@@ -24,6 +24,7 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.core import Tracer
 from jax.extend.core import Primitive
@@ -51,7 +52,7 @@ _IMPLEMENTATIONS = (None, "chunked", "reference")
 def linear_cross_entropy(
     hidden: Float[Array, "*tokens D"],
     weight: Float[Array, "_ _"],
-    labels: Int[Array, "*tokens"],
+    labels: Int[Array | np.ndarray, "*tokens"],
     *,
     bias: Float[Array, " V"] | None = None,
     vocab_dim: int = 1,
@@ -120,6 +121,7 @@ def linear_cross_entropy(
     >>> loss.shape, int((loss == 0).sum())
     ((2, 5), 3)
     """
+    labels = jnp.asarray(labels)
     _check(hidden, weight, labels, bias, vocab_dim, vocab_axis, implementation)
     _check_numbers(softcap, label_smoothing, z_loss)
     options = dict(
