@@ -154,6 +154,17 @@ def test_ignored_tokens_have_no_influence_whatever_they_hold():
         assert y[1:5].all()
 
 
+def test_labels_of_any_integer_type_and_no_dimension():
+    x, labels, _ = problem(dtype="float32", v=200)
+    entropy = lambda h, y: linear_cross_entropy(h, x[1], y, ignore_label=255)
+    expected = once(entropy, x[0], jnp.where(labels == -1, 255, labels))
+    small = np.where(labels == -1, 255, labels).astype(np.uint8)
+    jax.tree.map(np.testing.assert_array_equal, once(entropy, x[0], small), expected)
+    one = once(entropy, x[0][3], jnp.asarray(small[3]))
+    assert [y.shape for y in one] == [(), ()]
+    np.testing.assert_allclose(one, [y[3] for y in expected], rtol=1e-5)
+
+
 def test_all_labels_ignored():
     x, labels, cts = problem(dtype="bfloat16")
     (value, both), grads = once(

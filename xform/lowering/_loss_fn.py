@@ -26,10 +26,9 @@ class Chunks:
     """How many logits are held at once, as `(tokens, entries of the vocabulary)`.
 
     Attributes:
-      by_token: where results are per token (the loss, gradients of hidden states): the vocabulary
-        is walked for some tokens.
-      by_entry: where results are per entry (gradients of weights): the tokens are walked for some
-        entries.
+      by_token: where vectors are added up for tokens (gradients of hidden states), as long as the
+        vocabulary is walked.
+      by_entry: where that is so for entries (gradients of weights), or for none (the loss alone).
     """
 
     by_token: tuple[int, int]

@@ -70,7 +70,8 @@ def forward(spec: LossSpec, hidden: int, rows, operands: Sequence, labels, platf
       wide dtype and `[*hidden,*tokens]`; then, with `rows`, the gradient of each sum for h.
     """
     fn = CrossEntropy(spec)
-    chunks = (spec.chunks or CHUNKS[platform]).by_token
+    chunks = spec.chunks or CHUNKS[platform]
+    chunks = chunks.by_entry if rows is None else chunks.by_token
 
     def flat(labels, h, w, *bias):
         def some_tokens(start, size, outs):

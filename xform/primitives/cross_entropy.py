@@ -73,12 +73,13 @@ def linear_cross_entropy(
     in natural logarithms. Gradients are exact for hidden states, weights and bias, of both results
     and of any order; a second run gives the same bits.
 
-    **Memory**, beyond arguments and results, for N tokens in bfloat16 and `chunks` of (t, v), about
+    **Memory**, beyond arguments and results, is for N tokens in bfloat16 about
 
-        forward              6 t v + 2 D v + 2 t D  bytes; 8 t D + 2 N D more to differentiate
-        gradient of weights  6 t v + 6 D v + 2 N D  bytes
+        loss alone                    6 t v + 2 D v + 2 t D          for t, v = chunks.by_entry
+        gradient of hidden states     6 t v + 2 D v + 10 t D + 2 N D for t, v = chunks.by_token
+        gradient of weights           6 t v + 6 D v + 2 N D          for t, v = chunks.by_entry
 
-    which is 70 and 150 MB for N = 8,192, V = 128,256 and D = 4,096, where logits would take 4,203.
+    bytes: 150 MB at N = 8,192, V = 128,256 and D = 4,096, where logits would take 4,203.
 
     **Devices.** Tokens may be split over any mesh axes, explicit, automatic or manual: each device
     works on its own, and the gradient of weights that all share is summed. Weights may be split
@@ -149,6 +150,7 @@ def _cross_entropy(
     if vocab_axis is not None:
         first = lax.axis_index(vocab_axis) * size
         entries = size * lax.axis_size(vocab_axis)
+    labels = labels.astype(jnp.promote_types(labels.dtype, jnp.int32))  # they may be -1
     ignored = labels == ignore_label
     found = (labels >= 0) & (labels < entries)
     own = jnp.where((labels >= first) & (labels < first + size), labels - first, -1)
@@ -236,7 +238,7 @@ def _impl(*args, spec, hidden, rows, platform, auto):
         *operands, labels = args
         return chunked.forward(spec, hidden, rows, operands, labels, platform)
 
-    if not auto:
+    if not (auto and spec.token_dims):
         return forward(*args)
     tokens, shared = range(hidden, hidden + spec.token_dims), range(0)
     ins = [tokens, *(shared for _ in args[1:-1]), tokens]

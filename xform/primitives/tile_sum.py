@@ -95,7 +95,7 @@ def _cross_entropy(fn, hidden, structs, args, platform, auto):
     def whole(*args):
         return chunked.tile_sum(fn, hidden, structs, *_split(args, fn), platform)
 
-    if not auto:
+    if not (auto and fn.spec.token_dims):
         return whole(*args)
     tokens, shared = range(hidden, hidden + fn.spec.token_dims), range(0)
     rows = lambda kinds: [tokens if kind == ROW else shared for kind in kinds]
