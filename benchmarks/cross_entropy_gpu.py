@@ -156,7 +156,8 @@ def measure(shape: Shape, name: str) -> None:
             print(f"{head}  {program}", flush=True)
             continue
         ms = median(times[peer])
-        memory = program.memory_analysis().temp_size_in_bytes
+        analysis = program.memory_analysis()
+        memory = analysis.temp_size_in_bytes if analysis else 0
         wrong = " ".join(f"{x:.1e}" for x in jax.tree.leaves(off[peer]))
         print(
             f"{head}{ms:9.2f}{flops / ms / 1e-3 / PEAK:7.1%}{memory / 2**20:10,.0f}"
