@@ -30,7 +30,7 @@ from jax.core import Tracer
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Integer
 
 from xform._compat import apply_primitive, varying_axes
 from xform.lowering import chunked, reference
@@ -52,7 +52,7 @@ _IMPLEMENTATIONS = (None, "chunked", "reference")
 def linear_cross_entropy(
     hidden: Float[Array, "*tokens D"],
     weight: Float[Array, "_ _"],
-    labels: Int[Array | np.ndarray, "*tokens"],
+    labels: Integer[Array | np.ndarray, "*tokens"],
     *,
     bias: Float[Array, " V"] | None = None,
     vocab_dim: int = 1,
