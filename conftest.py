@@ -31,6 +31,16 @@ if find_spec("hypothesis"):
     settings.load_profile("xform")
 
 
+# Files whose doctests need a package that a machine without a registry may lack.
+_NEEDS = {"xform/train/checkpoint.py": "orbax", "xform/train/metrics.py": "matplotlib"}
+collect_ignore = [path for path, package in _NEEDS.items() if not find_spec(package)]
+
+
+def pytest_report_header():
+    """Names what is left out."""
+    return [f"skipped: doctests of {path}, for want of {_NEEDS[path]}" for path in collect_ignore]
+
+
 @pytest.fixture
 def unchecked():
     """Shape checks off: for a test of the error that users get, who run without them."""

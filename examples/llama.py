@@ -3,16 +3,18 @@
 The model is written once. On one device it is called as it stands. Inside `jax.shard_map`, with the
 parameters split as `SPECS` says and `tp` naming the mesh axis, each device holds some of the heads
 and some of the feed-forward units. Each block then begins where devices `part` ways, and ends where
-they `join` what they computed.
+they `join` what they computed. With a `Cache`, the same layers `extend` a text token by token.
 
 Shapes are the suffixes of names:
 
     B  rows in the batch     H  query heads            M  width of the residual stream
     T  positions in a row    K  key and value heads    F  feed-forward units
     C  codes (vocabulary)    D  size of a head         L  layers
+    S  positions in a cache
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -106,31 +108,38 @@ def stream(params: dict, tokens_BT, ids_BT, config: Config, *, tp: str | None = 
     """
     mask = causal() & documents(ids_BT)
     # Positions run on over the row: RoPE sees differences alone, and those never leave a document.
-    rotation = rotations(tokens_BT.shape[1], config)
+    rotation = rotations(jnp.arange(tokens_BT.shape[1]), config)
 
-    def step(x_BTM, layer_params):
-        return layer(x_BTM, layer_params, mask, rotation, config, tp), None
+    def step(x_BTM, p):
+        return layer(x_BTM, p, mask, rotation, config, tp)
 
     x_BTM, _ = jax.lax.scan(step, params["embed"][tokens_BT], params["layers"])
     return rms_norm(x_BTM, params["norm"])
 
 
-def layer(x_BTM, p: dict, mask, rotation, config: Config, tp: str | None):
+def layer(x_BTM, p: dict, mask, rotation, config: Config, tp: str | None = None, cache=None):
     """One layer: attention, then a gated feed-forward block, each added to the stream."""
     normed_BTM = part(rms_norm(x_BTM, p["attention_norm"]), tp)
-    x_BTM += join(attention(normed_BTM, p, mask, rotation, config), tp)
+    out_BTM, cache = attention(normed_BTM, p, mask, rotation, config, cache)
+    x_BTM += join(out_BTM, tp)
     normed_BTM = part(rms_norm(x_BTM, p["hidden_norm"]), tp)
-    return x_BTM + join(swiglu(normed_BTM, p), tp)
+    return x_BTM + join(swiglu(normed_BTM, p), tp), cache
 
 
-def attention(x_BTM, p: dict, mask, rotation, config: Config):
-    """Grouped-query attention: each key/value head serves H/K query heads."""
+def attention(x_BTM, p: dict, mask, rotation, config: Config, cache):
+    """Grouped-query attention: each key/value head serves H/K query heads.
+
+    With a cache, this layer's part of one, queries see the keys and values in it as well.
+    """
     B, T, _ = x_BTM.shape
     q_BTHD = rotate((x_BTM @ p["query"]).reshape(B, T, -1, config.head_size), rotation)
     k_BTKD = rotate((x_BTM @ p["key"]).reshape(B, T, -1, config.head_size), rotation)
     v_BTKD = (x_BTM @ p["value"]).reshape(B, T, -1, config.head_size)
+    if cache is not None:
+        cache = append(cache, k_BTKD, v_BTKD)
+        k_BTKD, v_BTKD, _ = cache
     out_BTHD = flex_attention(q_BTHD, k_BTKD, v_BTKD, mask_mod=mask)
-    return out_BTHD.reshape(B, T, -1) @ p["out"]
+    return out_BTHD.reshape(B, T, -1) @ p["out"], cache
 
 
 def swiglu(x_BTM, p: dict):
@@ -143,10 +152,10 @@ def rms_norm(x_BTM, scale_M):
     return x_BTM * jax.lax.rsqrt(jnp.mean(x_BTM**2, -1, keepdims=True) + 1e-5) * scale_M
 
 
-def rotations(T: int, config: Config):
+def rotations(positions_T, config: Config):
     """Returns the cosines and sines of RoPE's angles, each [T, 1, D/2]."""
     frequencies = config.rope_base ** -jnp.linspace(0, 1, config.head_size // 2, endpoint=False)
-    angles = jnp.arange(T)[:, None, None] * frequencies
+    angles = positions_T[:, None, None] * frequencies
     return jnp.cos(angles), jnp.sin(angles)
 
 
@@ -193,20 +202,44 @@ def flops_per_token(config: Config, T: int) -> int:
     return products + 6 * c.layers * T * c.heads * c.head_size
 
 
-# ---- what it is for ------------------------------------------------------------------------------
+# ---- text that goes on ---------------------------------------------------------------------------
 
 
-def generate(params: dict, prompt_T, config: Config, *, rows: int, length: int, key, temperature):
-    """Returns rows of `length` tokens, which begin with the prompt and go on each in its own way.
+class Cache(NamedTuple):
+    """The keys and values of what was read so far, so that no token is computed twice."""
 
-    Every token costs a pass over whole rows. That is simple, and quick enough for a look.
+    k_LBSKD: jax.Array
+    v_LBSKD: jax.Array
+    length_L: jax.Array
+    """How many of the S positions are taken: the same number in every layer."""
+
+
+def empty_cache(config: Config, B: int, S: int) -> Cache:
+    """Returns a cache with room for S positions."""
+    zeros = jnp.zeros((config.layers, B, S, config.kv_heads, config.head_size))
+    return Cache(zeros, zeros, jnp.zeros(config.layers, jnp.int32))
+
+
+def append(cache: Cache, k_BTKD, v_BTKD) -> Cache:
+    """Puts keys and values behind those of one layer, which must have room for them."""
+    k_BSKD, v_BSKD, length = cache
+    put = lambda old, new: jax.lax.dynamic_update_slice_in_dim(old, new, length, axis=1)
+    return Cache(put(k_BSKD, k_BTKD), put(v_BSKD, v_BTKD), length + k_BTKD.shape[1])
+
+
+def extend(params: dict, tokens_BT, cache: Cache, config: Config):
+    """Returns the logits [B, T, C] of tokens that come after those in the cache, and both as one.
+
+    They are what `logits` gives for the whole text at these positions.
     """
-    tokens_BT = jnp.zeros((rows, length), jnp.int32).at[:, : len(prompt_T)].set(prompt_T)
-    ids_BT = jnp.zeros_like(tokens_BT)
+    start = cache.length_L[0]
+    # The room that is not taken yet lies behind every query's own position.
+    mask = causal(offset=start)
+    rotation = rotations(start + jnp.arange(tokens_BT.shape[1]), config)
 
-    def extend(t, tokens_BT):
-        next_BC = logits(params, tokens_BT, ids_BT, config)[:, t - 1] / temperature
-        chosen_B = jax.random.categorical(jax.random.fold_in(key, t), next_BC)
-        return tokens_BT.at[:, t].set(chosen_B)
+    def step(x_BTM, of_layer):
+        p, before = of_layer
+        return layer(x_BTM, p, mask, rotation, config, cache=before)
 
-    return jax.lax.fori_loop(len(prompt_T), length, extend, tokens_BT)
+    x_BTM, after = jax.lax.scan(step, params["embed"][tokens_BT], (params["layers"], cache))
+    return rms_norm(x_BTM, params["norm"]) @ params["unembed"], after

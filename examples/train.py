@@ -1,21 +1,28 @@
-"""Trains the model of llama.py on the source code of the Python standard library.
+"""Trains the model of llama.py, by default on the source code of Python's standard library.
 
     uv run --extra train examples/train.py
     uv run --extra train examples/train.py --tp 1 --steps 1000 --model.layers 8
+    uv run --extra train examples/train.py --data notes/ letters.txt
+    uv run --extra train examples/train.py --data train.bin --separator 50256 \
+        --model.codes 50257 --tokenizer tokenizer.json
+    uv run --extra train examples/train.py --resume
 
 It runs on all accelerators that JAX finds, or on a CPU split into eight virtual devices, as a mesh
-of `dp` (each a part of the batch) × `tp` (each a part of the matrices).
+of `dp` (each a part of the batch) × `tp` (each a part of the matrices). What it leaves is a folder
+in `runs/`. Ctrl-C lets it finish and save its step; `--resume` goes on as if nothing had happened.
 """
 
+import dataclasses
 import io
 import math
+import sys
 import sysconfig
 import time
 import tokenize
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from typing import Literal
 
 import jax
 import numpy as np
@@ -25,11 +32,16 @@ from jax.sharding import PartitionSpec as P
 from rich.progress import BarColumn, Progress, TimeRemainingColumn
 
 import llama
+from generate import generate
+from xform import Costs, cost, explain, hfu, memory, mfu
 from xform.sharding import check_divisible, cpu_devices, make_mesh, settle, shardings
-from xform.train import Rows, batch, decode, encode, pack
+from xform.train import files, run
+from xform.train.checkpoint import Checkpoints
+from xform.train.data import NO_LABEL, Rows, Source, batch
+from xform.train.metrics import Metrics
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Config:
     """What is trained, on what, and for how long."""
 
@@ -42,29 +54,106 @@ class Config:
     learning_rate: float = 3e-3
     """Its peak: it rises over a tenth of the steps, then falls along a cosine to a tenth."""
     weight_decay: float = 0.1
+    explain: str | None = None
+    """A file to write what the compiled step runs to, by line: a page if it ends in `.html`."""
     seed: int = 0
+
+    data: tuple[str, ...] = ()
+    """Text files, folders of them, or one `.bin` file of tokens; by default, Python's library."""
+    held_out: tuple[str, ...] = ()
+    """What to validate on, in the same forms; by default, a twentieth of the data."""
+    held_out_rows: int = 1024
+    """How many rows of it are used, at most."""
+    tokenizer: str | None = None
+    """A Hugging Face `tokenizer.json`; by default, the bytes of a text are its tokens."""
+    token_dtype: Literal["uint16", "uint32"] | None = None
+    """Of a `.bin` file whose header does not say; by default, uint16."""
+    separator: int | None = None
+    """The token that ends a document of a `.bin` file; by default, the file is one document."""
+
     dp: int | None = None
     """Devices along the data axis; by default all that `tp` leaves."""
     tp: int | None = None
     """Devices along the tensor axis; by default 2 where their number is even."""
-    prompt: str = "import os\nimport sys\n\n\nclass Stack:\n    def "
-    temperature: float = 0.5
+
+    run: str | None = None
+    """The run's folder; by default a new one in `runs/`, named by date and time."""
+    resume: bool = False
+    """Go on with the run in `run`, by default the newest in `runs/`, with its config."""
+    save_every: int = 100
+    """Steps from one checkpoint to the next."""
+    prompt: str = (
+        "class Stack:\n    def push(self, item):\n        self.items.append(item)\n        self."
+    )
+    """The beginning of the texts that the trained model is asked for."""
+    temperature: float = 0.3
+
+
+# What may be another when a run goes on. Its data is known by the tokens, wherever they lie.
+FREE = ("dp", "tp", "run", "resume", "save_every", "prompt", "temperature", "data")
+
+
+def check(config: Config) -> None:
+    """Raises one error that lists all that makes no sense by itself."""
+    m = config.model
+    names = ("steps", "batch", "length", "held_out_rows", "save_every", "dp", "tp")
+    positive = {f"model.{name}": size for name, size in dataclasses.asdict(m).items()}
+    positive |= {name: getattr(config, name) for name in names}
+    wrong = [f"{x}={n} must be above 0" for x, n in positive.items() if n is not None and n <= 0]
+    if m.kv_heads > 0 and m.heads % m.kv_heads:
+        wrong.append(f"model.heads={m.heads} is no multiple of model.kv_heads={m.kv_heads}")
+    if m.head_size % 2:
+        wrong.append(f"model.head_size={m.head_size} must be even, since RoPE turns pairs")
+    if config.temperature < 0:
+        wrong.append(f"temperature={config.temperature} must not be negative")
+    if config.separator is not None and not 0 <= config.separator < m.codes:
+        wrong.append(f"separator={config.separator} is outside of model.codes={m.codes}")
+    if not config.prompt:
+        wrong.append("prompt is empty, and a text begins with a token")
+    flat = [name.endswith(".bin") for name in (*(config.data or ("",)), *config.held_out)]
+    if any(flat) and not all(flat):
+        wrong.append("data and held_out mix text and `.bin` files")
+    if not any(flat) and (config.separator, config.token_dtype) != (None, None):
+        wrong.append("separator and token_dtype are of `.bin` files, and there is none")
+    if wrong:
+        raise ValueError(f"config: {'; '.join(wrong)}.")
 
 
 # ---- data and devices ----------------------------------------------------------------------------
 
 
-def standard_library() -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """Returns the tokens of its modules: those to train on, and every twentieth, held out."""
-    paths = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
-    files = [encode(path.read_bytes()) for path in paths]
-    return [file for i, file in enumerate(files) if i % 20], files[::20]
+def tokenizer_for(config: Config) -> files.Tokenizer | None:
+    """Returns the tokenizer of texts; None where the data are tokens, and nobody knows of what."""
+    if config.tokenizer is None and any(name.endswith(".bin") for name in config.data):
+        return None
+    return files.load_tokenizer(config.tokenizer, config.model.codes)
+
+
+def data_for(config: Config, tokenizer: files.Tokenizer | None) -> tuple[Source, Source]:
+    """Returns the rows to train on, and those held out, once it is known that they are enough."""
+
+    def read(names) -> list[np.ndarray]:
+        codes, dtype = config.model.codes, config.token_dtype
+        return files.read(list(map(Path, names)), tokenizer, codes=codes, dtype=dtype)
+
+    library = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
+    documents = read(config.data or library)
+    parts = (documents, read(config.held_out)) if config.held_out else files.hold_out(documents)
+    rows, held_out = (files.as_rows(part, config.length, config.separator) for part in parts)
+    batch(rows, 0, size=config.batch, seed=config.seed)
+    first = held_out.take(np.arange(min(len(held_out.tokens), config.held_out_rows)))
+    if (first.labels == NO_LABEL).all():
+        raise ValueError(
+            "there is no token to predict in the data held out: give more (--held-out)"
+        )
+    return rows, held_out
 
 
 def mesh_for(config: Config) -> Mesh:
     """Returns the mesh of all devices, once it is known that model and batch divide over it."""
-    tp = config.tp or math.gcd(2, jax.device_count())
-    mesh = make_mesh(dp=config.dp or jax.device_count() // tp, tp=tp)
+    count = jax.device_count()
+    tp = config.tp or math.gcd(2, count)
+    mesh = make_mesh(dp=config.dp or max(1, count // tp), tp=tp)
     m = config.model
     split = {"heads": m.heads, "kv_heads": m.kv_heads, "hidden": m.hidden}
     check_divisible(mesh, dp={"batch": config.batch}, tp=split)
@@ -84,6 +173,24 @@ def loss_and_grads(params: dict, rows: Rows, model: llama.Config) -> tuple[jax.A
     return total / labels, jax.tree.map(lambda g: g / labels, grads)
 
 
+def explained(f: Callable, file: str) -> Callable:
+    """Returns `f`, which at its first call writes to a file what its compiled program runs."""
+
+    def call(*args):
+        if not Path(file).exists():
+            explain(f)(*args).save(file)
+        return f(*args)
+
+    return call
+
+
+def gradients(config: Config, mesh: Mesh) -> Callable:
+    """Returns the loss and the gradients of parameters and rows, over the mesh."""
+    specs, body = llama.SPECS, partial(loss_and_grads, model=config.model)
+    body = jax.shard_map(body, mesh=mesh, in_specs=(specs, P("dp")), out_specs=(P(), specs))
+    return jax.jit(body)
+
+
 def optimizer_for(config: Config) -> optax.GradientTransformation:
     """Returns AdamW under a warm-up and a cosine, with gradients clipped to norm 1."""
     peak, steps = config.learning_rate, config.steps
@@ -92,101 +199,164 @@ def optimizer_for(config: Config) -> optax.GradientTransformation:
     return optax.chain(optax.clip_by_global_norm(1.0), adamw)
 
 
-def training(config: Config, mesh: Mesh, rows: Rows) -> Iterator[tuple[dict, float]]:
-    """Yields the parameters and the loss of each step; the next step reuses their memory."""
-    specs = llama.SPECS
-    init = jax.jit(llama.init, static_argnums=0, out_shardings=shardings(mesh, specs))
-    body = partial(loss_and_grads, model=config.model)
-    grads_of = jax.jit(
-        jax.shard_map(body, mesh=mesh, in_specs=(specs, P("dp")), out_specs=(P(), specs))
-    )
+def first_state(config: Config, mesh: Mesh) -> dict:
+    """Returns fresh parameters and the optimiser's state of them, all on the mesh."""
+    placed = shardings(mesh, llama.SPECS)
+    init = jax.jit(llama.init, static_argnums=0, out_shardings=placed)
+    params = init(config.model, jax.random.key(config.seed))
+    state = optimizer_for(config).init(params)
+    # Moments lie as their parameters do. What counts steps is a scalar on one device, so far.
+    on_mesh = lambda x: x if x.ndim else jax.device_put(x, shardings(mesh, P()))
+    return {"params": params, "optimizer": jax.tree.map(on_mesh, state)}
+
+
+def training(
+    config: Config, mesh: Mesh, rows: Source, saved: dict | None = None, done: int = 0
+) -> Iterator[tuple[dict, float]]:
+    """Yields state and loss of each step after those `done`; the next step reuses its memory.
+
+    It begins with the state that was saved then, or with a fresh one.
+    """
+    grads_of = gradients(config, mesh)
+    if config.explain:
+        Path(config.explain).unlink(missing_ok=True)
+        grads_of = explained(grads_of, config.explain)
     optimizer = optimizer_for(config)
 
     # A program of its own: as part of the one above, XLA's CPU code for it takes ten times longer.
-    @partial(jax.jit, donate_argnums=(0, 1))
-    def update(params, state, grads):
-        updates, state = optimizer.update(grads, state, params)
-        return optax.apply_updates(params, updates), state
+    @partial(jax.jit, donate_argnums=(0,))
+    def update(state, grads):
+        updates, optimizer_state = optimizer.update(grads, state["optimizer"], state["params"])
+        params = optax.apply_updates(state["params"], updates)
+        return {"params": params, "optimizer": optimizer_state}
 
-    params = init(config.model, jax.random.key(config.seed))
-    state = optimizer.init(params)
-    for i in range(config.steps):
+    state = first_state(config, mesh) if saved is None else saved
+    for i in range(done, config.steps):
         part = batch(rows, i, size=config.batch, seed=config.seed)
         part = jax.device_put(part, shardings(mesh, P("dp")))
-        loss, grads = settle(grads_of(params, part))
-        params, state = settle(update(params, state, grads))
-        yield params, float(loss)
+        loss, grads = settle(grads_of(state["params"], part))
+        state = settle(update(state, grads))
+        yield state, float(loss)
 
 
-def evaluate(config: Config, mesh: Mesh, params: dict, documents: list[np.ndarray]) -> float:
-    """Returns the mean loss of all labels in the documents, in nats."""
+def evaluate(config: Config, mesh: Mesh, params: dict, rows: Source) -> float:
+    """Returns the mean loss of all labels in the rows, in nats."""
 
     def sums(params, rows):
         return jax.lax.psum(llama.loss(params, rows, config.model, tp="tp"), "dp")
 
     specs = (llama.SPECS, P("dp"))
     sums = jax.jit(jax.shard_map(sums, mesh=mesh, in_specs=specs, out_specs=P()))
-    rows = pack(documents, config.length, multiple=config.batch)
-    total = labels = 0.0
-    for i in range(0, len(rows.tokens), config.batch):
-        part = Rows(*(x[i : i + config.batch] for x in rows))
-        loss, count = settle(sums(params, jax.device_put(part, shardings(mesh, P("dp")))))
-        total, labels = total + float(loss), labels + int(count)
+    total, labels, count = 0.0, 0, min(len(rows.tokens), config.held_out_rows)
+    for i in range(0, count, config.batch):
+        chosen = np.arange(i, i + config.batch)
+        part = rows.take(chosen % count)
+        part.labels[chosen >= count] = NO_LABEL
+        loss, found = settle(sums(params, jax.device_put(part, shardings(mesh, P("dp")))))
+        total, labels = total + float(loss), labels + int(found)
     return total / labels
 
 
-# ---- what one sees -------------------------------------------------------------------------------
+# ---- a run ---------------------------------------------------------------------------------------
+
+PANELS = {"loss": "loss (nats per token)", "tokens_per_second": "tokens per second"}
 
 
-def peak_flops(size: int = 2048) -> float:
-    """Returns the FLOP/s of all devices, measured: a float32 matrix product on one of them.
-
-    Virtual CPU devices share their cores, so that one of them has the peak of all.
-    """
-    x = jax.random.normal(jax.random.key(0), (size, size))
-    product = jax.jit(lambda x: x @ x)
-
-    def seconds() -> float:
-        start = time.perf_counter()
-        product(x).block_until_ready()
-        return time.perf_counter() - start
-
-    devices = 1 if jax.default_backend() == "cpu" else jax.device_count()
-    return devices * 2 * size**3 / min(seconds() for _ in range(5))
+def forecast(config: Config, mesh: Mesh) -> Costs:
+    """Prints what loss and gradients cost and need, before anything is compiled; returns costs."""
+    params = jax.eval_shape(partial(llama.init, config.model), jax.random.key(0))
+    shape = (config.batch, config.length)
+    rows = jax.eval_shape(lambda: Rows(*[np.zeros(shape, np.int32)] * 3))
+    costs = cost(gradients(config, mesh))(params, rows)
+    print(f"{costs}\n{memory(gradients(config, mesh))(params, rows)}")
+    return costs
 
 
-def watched(config: Config, steps: Iterator[tuple[dict, float]]) -> dict:
-    """Runs the steps beside a progress bar, and returns the last parameters."""
+def watched(
+    config: Config, steps: Iterator[tuple[dict, float]], done: int, costs: Costs
+) -> Iterator[tuple[int, dict, float, float | None]]:
+    """Passes the steps on, with their numbers and tokens per second, beside a progress bar."""
     tokens = config.batch * config.length
-    utilisation = llama.flops_per_token(config.model, config.length) / peak_flops()
+    # Virtual CPU devices share their cores, so that one of them has the peak of all.
+    devices = 1 if jax.default_backend() == "cpu" else None
     columns = ("step {task.completed}/{task.total}", BarColumn(), "{task.description}")
     with Progress(*columns, TimeRemainingColumn()) as bar:
-        task = bar.add_task("compiling", total=config.steps)
-        params, _ = next(steps)
-        start = time.perf_counter()
-        for i, (params, loss) in enumerate(steps, start=1):  # noqa: B007  (the last are returned)
-            rate = i * tokens / (time.perf_counter() - start)
-            status = f"loss {loss:.3f}  {rate:,.0f} tokens/s  MFU {rate * utilisation:.0%}"
-            bar.update(task, completed=i + 1, description=status)
-            if (i + 1) % 50 == 0:
-                bar.print(f"step {i + 1:4}  {status}")
-    return params
+        task = bar.add_task("compiling", total=config.steps, completed=done)
+        start = last = 0.0
+        for i, (state, loss) in enumerate(steps):
+            # The first step compiles: time counts from its end.
+            now = time.perf_counter()
+            start = start or now
+            if i:
+                seconds = (now - start) / i
+                used = [f(costs, seconds, devices=devices) for f in (mfu, hfu)]
+                shares = "  ".join(f"{share.name} {share:.0%}" for share in used)
+                status = f"loss {loss:.3f}  {tokens / seconds:,.0f} tokens/s  {shares}"
+                bar.update(task, completed=done + i + 1, description=status)
+                if (done + i + 1) % 50 == 0:
+                    bar.print(f"step {done + i + 1:4}  {status}")
+            yield done + i + 1, state, loss, tokens / (now - last) if i else None
+            last = time.perf_counter()
 
 
-def sample(config: Config, params: dict, rows: int = 6) -> list[str]:
-    """Returns a few continuations of the prompt, made on one device."""
-    prompt = encode(config.prompt)
-    generate = jax.jit(llama.generate, static_argnames=("config", "rows", "length"))
+def restored(checkpoints: Checkpoints, state: dict, info: dict) -> dict:
+    """Returns the newest checkpoint, once it is known to be of this config and this data."""
+    saved = checkpoints.info()
+    wrong = run.differences(saved["config"], info["config"], FREE)
+    if saved["data"] != info["data"]:
+        wrong.append(f"the data was {saved['data']} and is {info['data']} now")
+    if wrong:
+        raise ValueError(
+            f"the checkpoint in `{checkpoints.folder}` is of another config: {'; '.join(wrong)}. "
+            "Go on with the old one, or begin a new run."
+        )
+    return checkpoints.restore(state)
+
+
+def fit(config: Config, mesh: Mesh, rows: Source, folder: Path, stop: run.Stop) -> tuple[dict, int]:
+    """Trains until the last step, or until it is asked to stop; saves as it goes and at the end.
+
+    Returns:
+      The state and how many steps it has seen.
+    """
+    info = {"config": dataclasses.asdict(config), "data": files.fingerprint(rows)}
+    with Checkpoints(folder / "checkpoints") as checkpoints:
+        state, before = first_state(config, mesh), checkpoints.latest or 0
+        if before:
+            state = restored(checkpoints, state, info)
+        costs = forecast(config, mesh)
+        steps, done = training(config, mesh, rows, state, before), before
+        with Metrics(folder, PANELS, done=before) as metrics:
+            for done, state, loss, rate in watched(config, steps, before, costs):
+                metrics.write(done, loss=loss, tokens_per_second=rate)
+                if not math.isfinite(loss):
+                    raise FloatingPointError(
+                        f"the loss of step {done} is {loss}; the last step that is saved is "
+                        f"{checkpoints.latest}. Lower the learning rate, or look at the data."
+                    )
+                last = bool(stop)  # asked once: what it is asked for is saved
+                if last or done == config.steps or done % config.save_every == 0:
+                    checkpoints.save(done, state, info)
+                if last:
+                    break
+    return state, done
+
+
+# ---- what it has learned -------------------------------------------------------------------------
+
+
+def sample(config: Config, tokenizer: files.Tokenizer, params: dict, rows: int = 16) -> list[str]:
+    """Returns continuations of the prompt that fill a row, made on one device."""
+    prompt = tokenizer.encode(config.prompt.encode())
     tokens = generate(
         jax.device_get(params),
-        prompt,
+        np.tile(prompt, (rows, 1)),
         config.model,
-        rows=rows,
-        length=config.length,
+        tokens=max(1, config.length - len(prompt)),
         key=jax.random.key(config.seed),
         temperature=config.temperature,
     )
-    return [decode(row[len(prompt) :]) for row in np.asarray(tokens)]
+    return [tokenizer.decode(row) for row in np.asarray(tokens)]
 
 
 def complaint(line: str) -> str | None:
@@ -198,36 +368,67 @@ def complaint(line: str) -> str | None:
     return None
 
 
-def main(config: Config) -> None:
-    """Trains, evaluates and samples."""
-    mesh = mesh_for(config)
-    documents, held_out = standard_library()
-    rows = pack(documents, config.length)
-    layout = " × ".join(f"{axis}={size}" for axis, size in mesh.shape.items())
-    print(
-        f"{rows.tokens.size:,} bytes of Python; {mesh.devices.flat[0].platform} devices: {layout}"
-    )
-
-    params = watched(config, training(config, mesh, rows))
-    print(f"parameters: {sum(x.size for x in jax.tree.leaves(params)):,}")
-    loss = evaluate(config, mesh, params, held_out)
-    print(f"validation loss: {loss:.3f} nats per byte, on {len(held_out)} files held out\n")
-
-    texts = sample(config, params)
+def show(config: Config, tokenizer: files.Tokenizer, params: dict) -> None:
+    """Prints texts of the model; those of Python are judged by Python's own tokenizer."""
+    texts = sample(config, tokenizer, params)
     print(config.prompt + "\n--------\n".join(texts))
+    if config.data:
+        return
     # The first line of a text completes the prompt's, and the last one is cut off.
     lines = [line for text in texts for line in text.splitlines()[1:-1] if line.strip()][:10]
     complaints = [complaint(line) for line in lines]
     # A line may open a docstring or a bracket for a later one to close: 6 % of the library's do.
     begun = sum("EOF in multi-line" in (words or "") for words in complaints)
-    print(
-        f"\n{complaints.count(None)} of {len(lines)} lines pass `tokenize` by themselves,", end=" "
-    )
-    print(f"{begun} more as the beginning of several")
+    passed = f"\n{complaints.count(None)} of {len(lines)} lines pass `tokenize` by themselves"
+    print(f"{passed}, {begun} more as the beginning of several")
+
+
+def main(config: Config) -> None:
+    """Trains, evaluates and samples, or goes on with that."""
+    check(config)
+    mesh = mesh_for(config)
+    tokenizer = tokenizer_for(config)
+    rows, held_out = data_for(config, tokenizer)
+    layout = " × ".join(f"{axis}={size}" for axis, size in mesh.shape.items())
+    platform = mesh.devices.flat[0].platform
+    print(f"{rows.tokens.size:,} tokens in {len(rows.tokens):,} rows; {platform} devices: {layout}")
+
+    folder = run.begin(config.run, dataclasses.asdict(config), resume=config.resume)
+    print(f"the run is in {folder}")
+    with run.stopping() as stop:
+        state, done = fit(config, mesh, rows, folder, stop)
+    if stop.signal:
+        print(f"stopped after step {done}, which is saved; to go on: --run {folder} --resume")
+        sys.exit(128 + stop.signal)
+
+    params = state["params"]
+    print(f"parameters: {sum(x.size for x in jax.tree.leaves(params)):,}")
+    loss = evaluate(config, mesh, params, held_out)
+    unit = "byte" if tokenizer is files.BYTES else "token"
+    print(f"validation loss: {loss:.3f} nats per {unit}, on data held out\n")
+    if tokenizer:
+        show(config, tokenizer, params)
+
+
+def from_command_line() -> Config:
+    """Returns the config asked for; that of the run itself where one is resumed."""
+    import tyro
+
+    config = tyro.cli(Config)
+    if not config.resume:
+        return config
+    # Names that train.py no longer has are left to the comparison with the checkpoint.
+    known = lambda kind, saved: {
+        f.name: saved[f.name] for f in dataclasses.fields(kind) if f.name in saved
+    }
+    folder = config.run or str(run.newest_run())
+    saved = run.read_run(folder)["config"]
+    parts = known(Config, saved) | {"run": folder, "resume": True}
+    parts["model"] = llama.Config(**known(llama.Config, saved["model"]))
+    parts |= {name: tuple(saved[name]) for name in ("data", "held_out")}
+    return tyro.cli(Config, default=Config(**parts))
 
 
 if __name__ == "__main__":
-    import tyro
-
     cpu_devices(8)
-    main(tyro.cli(Config))
+    main(from_command_line())

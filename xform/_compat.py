@@ -5,20 +5,21 @@ met in one file.
 """
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import jax
 import numpy as np
 
+# 0.11, 0.12: whether it is in use is asked once a process, whatever the public option says later.
 # 0.11, 0.12: has the only way to register platforms and not start them.
-from jax._src import xla_bridge
+from jax._src import compilation_cache, xla_bridge
 
 # 0.11, 0.12: runs a primitive eagerly by compiling it once, the `impl` of one that has a lowering.
 from jax._src.dispatch import apply_primitive as apply_primitive
 
-# 0.11, 0.12: primitives whose lowering is told the devices; of others, it can't split arrays.
-from jax._src.dispatch import (
-    prim_requires_devices_during_lowering as prim_requires_devices_during_lowering,
-)
+# 0.11, 0.12: primitives whose lowering is told its devices, as custom partitioning must be.
+from jax._src.dispatch import prim_requires_devices_during_lowering
 
 # 0.11, 0.12: what a derivative rule writes its output tree to; found in closures, without meaning.
 from jax._src.linear_util import EqualStore as EqualStore
@@ -36,6 +37,7 @@ from jax._src.util import Unhashable as Unhashable
 # 0.11, 0.12: a cache that holds its first argument weakly and knows JAX's tracing context.
 from jax._src.util import weakref_lru_cache as weakref_lru_cache
 from jax.core import AbstractValue
+from jax.extend.core import Primitive
 
 
 def varying_axes(x) -> frozenset[str]:
@@ -43,6 +45,36 @@ def varying_axes(x) -> frozenset[str]:
     aval = x if isinstance(x, AbstractValue) else jax.typeof(x)
     axes = getattr(aval, "manual_axis_type", None)  # a token has none
     return axes.varying if axes is not None else frozenset()
+
+
+def lower_with_devices(primitive: Primitive) -> None:
+    """Has the lowering rule of `primitive` told which devices it lowers for."""
+    prim_requires_devices_during_lowering.add(primitive)
+
+
+def compute_capability(ctx) -> str | None:
+    """Returns that of the GPUs that a program is lowered for; None if they are not here."""
+    backend = ctx.module_context.backend
+    devices = backend.local_devices() if backend is not None else []
+    return next((getattr(d, "compute_capability", None) for d in devices), None)
+
+
+def found_races() -> bool:
+    """Returns whether the interpreter of GPU kernels saw a race; 0.12 raises where 0.11 prints."""
+    from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
+
+    return gpu_callbacks.get_races().races_found
+
+
+@contextmanager
+def no_compilation_cache() -> Iterator[None]:
+    """Compiles anew, and leaves nothing behind in the persistent cache."""
+    known = compilation_cache._cache_checked, compilation_cache._cache_used
+    compilation_cache._cache_checked, compilation_cache._cache_used = True, False
+    try:
+        yield
+    finally:
+        compilation_cache._cache_checked, compilation_cache._cache_used = known
 
 
 def register_plugins() -> None:

@@ -2,7 +2,6 @@ from functools import cache, partial
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
@@ -132,12 +131,17 @@ def test_flops_are_those_of_the_traced_products():
     assert llama.flops_per_token(config, length) == 3 * (2 * weights + attention)
 
 
-def test_generation_keeps_the_prompt_and_follows_the_model_when_cold():
-    params, prompt = random_params(), np.array([3, 1, 4, 1, 5])
-    generate = partial(llama.generate, params, prompt, SMALL, length=12, key=jax.random.key(0))
-    tokens = generate(rows=2, temperature=1e-4)
-    np.testing.assert_array_equal(tokens[:, :5], [prompt, prompt])
-    logits = jax.jit(partial(llama.logits, config=SMALL))(params, tokens, jnp.zeros_like(tokens))
-    np.testing.assert_array_equal(tokens[:, 5:], jnp.argmax(logits[:, 4:-1], -1))
-    warm = generate(rows=2, temperature=1.0)
-    assert (warm[0] != warm[1]).any()
+def test_a_text_that_is_extended_has_the_logits_of_the_whole():
+    """In parts of several lengths, beyond one tile of keys; the room behind is never seen."""
+    params, T = random_params(), 300
+    tokens = np.random.default_rng(6).integers(SMALL.codes, size=(2, T)).astype(np.int32)
+    whole = jax.jit(partial(llama.logits, config=SMALL))(params, tokens, np.zeros_like(tokens))
+    extend = jax.jit(llama.extend, static_argnames="config")
+    cache = llama.empty_cache(SMALL, 2, T + 7)
+    cache = cache._replace(v_LBSKD=cache.v_LBSKD + 100.0)  # whatever it was
+    found = []
+    for part in np.split(tokens, [298, 299], axis=1):
+        logits, cache = extend(params, part, cache, SMALL)
+        found.append(logits)
+    np.testing.assert_allclose(np.concatenate(found, 1), whole, rtol=0, atol=2e-5)
+    assert cache.length_L.tolist() == [T] * SMALL.layers

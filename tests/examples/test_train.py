@@ -1,3 +1,5 @@
+import dataclasses
+import json
 from pathlib import Path
 
 import jax
@@ -6,12 +8,17 @@ import pytest
 
 import llama
 
+pytest.importorskip("matplotlib")
 pytest.importorskip("optax")
+pytest.importorskip("orbax.checkpoint")
 pytest.importorskip("rich")
 
+import generate
 import train
 from xform.sharding import make_mesh
+from xform.train.checkpoint import Checkpoints
 from xform.train.data import NO_LABEL, encode, pack
+from xform.train.run import Stop
 
 TINY = train.Config(
     model=llama.Config(layers=2, width=32, heads=8, kv_heads=4, head_size=8, hidden=64),
@@ -28,7 +35,7 @@ def mesh_of(dp: int, tp: int):
 
 def some_documents() -> list[np.ndarray]:
     """The functions of two files, which are much shorter than a row or much longer."""
-    text = Path(llama.__file__).read_text() + Path(train.__file__).read_text()
+    text = Path(llama.__file__).read_text() + Path(generate.__file__).read_text()
     return [encode(part) for part in text.split("\n\n\n")]
 
 
@@ -56,19 +63,102 @@ def test_validation_is_the_mean_over_all_labels():
     documents = some_documents()[:5]
     params = llama.init(TINY.model, jax.random.key(0))
     rows = pack(documents, TINY.length)
+    assert len(rows.tokens) % TINY.batch, "a last batch that is not full"
     total, labels = jax.jit(llama.loss, static_argnums=2)(params, rows, TINY.model)
     assert labels == sum(len(d) - 1 for d in documents) == (rows.labels != NO_LABEL).sum()
     mesh = mesh_of(4, 2)
     placed = jax.device_put(params, train.shardings(mesh, llama.SPECS))
-    found = train.evaluate(TINY, mesh, placed, documents)
+    found = train.evaluate(TINY, mesh, placed, rows)
     assert found == pytest.approx(float(total / labels), rel=1e-6)
 
 
 def test_the_library_is_split_by_file():
-    documents, held_out = train.standard_library()
-    assert len(held_out) >= 5
-    assert len(documents) >= 100
-    assert not {d.tobytes() for d in documents} & {d.tobytes() for d in held_out}
+    rows, held_out = train.data_for(train.Config(), train.files.BYTES)
+    assert len(held_out.tokens) > 100
+    assert len(rows.tokens) > 10 * len(held_out.tokens)
+    assert not {row.tobytes() for row in rows.tokens} & {row.tobytes() for row in held_out.tokens}
+
+
+# ---- runs ----------------------------------------------------------------------------------------
+
+
+def losses_in(folder: Path) -> list[float]:
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line)["loss"] for line in lines]
+
+
+class StopAfter(Stop):
+    """Asks to stop after so many steps, as a signal does that comes in the middle of the last."""
+
+    def __init__(self, steps: int):
+        self.left = steps
+
+    def __bool__(self):
+        self.left -= 1
+        return self.left <= 0
+
+
+def broken_run(folder: Path, first_mesh, then_mesh) -> tuple[list[float], dict]:
+    """The losses and the state of 12 steps, stopped after the seventh."""
+    config = dataclasses.replace(TINY, steps=12, save_every=4)
+    rows = pack(some_documents(), TINY.length)
+    folder.mkdir()
+    if first_mesh:
+        assert train.fit(config, first_mesh, rows, folder, StopAfter(7))[1] == 7
+        assert len(losses_in(folder)) == 7
+    state, done = train.fit(config, then_mesh, rows, folder, Stop())
+    assert done == len(losses_in(folder)) == 12
+    return losses_in(folder), state
+
+
+def test_a_run_that_goes_on_has_the_loss_curve_of_an_unbroken_one(tmp_path):
+    """Bit by bit, and so has its state."""
+    mesh = mesh_of(4, 2)
+    whole = broken_run(tmp_path / "whole", None, mesh)
+    broken = broken_run(tmp_path / "broken", mesh, mesh)
+    assert len(set(whole[0])) == 12
+    jax.tree.map(np.testing.assert_array_equal, broken, whole)
+
+
+@pytest.mark.slow
+def test_a_run_may_go_on_with_another_mesh(tmp_path):
+    whole, _ = broken_run(tmp_path / "whole", None, mesh_of(4, 2))
+    moved, _ = broken_run(tmp_path / "moved", mesh_of(4, 2), mesh_of(8, 1))
+    assert moved[:7] == whole[:7]
+    np.testing.assert_allclose(moved, whole, rtol=0, atol=1e-4)
+
+
+def test_a_checkpoint_of_another_config_or_other_data_is_refused(tmp_path):
+    config = dataclasses.replace(TINY, steps=1)
+    rows, mesh = pack(some_documents(), TINY.length), mesh_of(1, 1)
+    info = {"config": dataclasses.asdict(config), "data": train.files.fingerprint(rows)}
+    state = train.first_state(config, mesh)
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(1, state, info)
+        other = dataclasses.replace(
+            config, seed=5, dp=3, model=dataclasses.replace(TINY.model, layers=3)
+        )
+        asked = {"config": dataclasses.asdict(other), "data": "9 tokens"}
+        with pytest.raises(ValueError, match="is of another config: ") as error:
+            train.restored(checkpoints, state, asked)
+        train.restored(checkpoints, state, info)
+    for words in (
+        "seed is 0 in the checkpoint and 5 now",
+        "model.layers is 2 in the checkpoint and 3 now",
+        f"the data was {info['data']} and is 9 tokens now",
+    ):
+        assert words in str(error.value)
+    assert "dp" not in str(error.value)
+
+
+def test_a_loss_that_is_no_number_ends_the_run_and_is_not_saved(tmp_path):
+    config = dataclasses.replace(TINY, steps=9, save_every=1, learning_rate=1e30)
+    rows = pack(some_documents(), TINY.length)
+    with pytest.raises(FloatingPointError, match=r"loss of step \d is (nan|inf); .* saved is \d"):
+        train.fit(config, mesh_of(1, 1), rows, tmp_path, Stop())
+
+
+# ---- what is refused -----------------------------------------------------------------------------
 
 
 def test_a_model_that_does_not_divide_is_refused():
@@ -77,6 +167,51 @@ def test_a_model_that_does_not_divide_is_refused():
         train.mesh_for(config)
     with pytest.raises(ValueError, match=r"dp=3 × tp=2, which takes 6 devices"):
         train.mesh_for(train.Config(dp=3))
+    with pytest.raises(ValueError, match=r"dp=1 × tp=16, which takes 16 devices, but there are 8"):
+        train.mesh_for(train.Config(tp=16))
+
+
+def test_all_that_is_wrong_with_a_config_is_listed():
+    model = llama.Config(heads=4, kv_heads=3, head_size=7, layers=0)
+    config = train.Config(
+        model=model, batch=-1, dp=0, temperature=-1.0, separator=256, prompt="", data=("a.txt",)
+    )
+    with pytest.raises(ValueError, match=r"^config: ") as error:
+        train.check(config)
+    for words in (
+        "model.layers=0 must be above 0",
+        "batch=-1 must be above 0",
+        "dp=0 must be above 0",
+        "model.heads=4 is no multiple of model.kv_heads=3",
+        "model.head_size=7 must be even",
+        "temperature=-1.0 must not be negative",
+        "separator=256 is outside of model.codes=256",
+        "prompt is empty",
+        "separator and token_dtype are of `.bin` files, and there is none",
+    ):
+        assert words in str(error.value)
+    with pytest.raises(ValueError, match=r"mix text and `\.bin` files"):
+        train.check(dataclasses.replace(TINY, held_out=("a.bin",)))
+    train.check(TINY)
+
+
+def test_data_that_can_not_be_read_is_refused(tmp_path):
+    (tmp_path / "a.bin").write_bytes(b"12")
+    (tmp_path / "short.txt").write_text("x" * 300)
+    for names, message in (
+        (("a.bin", "b.bin"), r"one `.bin` file, and nothing beside it"),
+        (("a.bin",), r"token 12849 at place 0, and the vocabulary ends at 255"),
+        (("none",), r"none` can't be read: No such file"),
+        (("short.txt",), r"at least size=8 rows, found 2: use more text, shorter rows or smaller"),
+    ):
+        config = train.Config(data=tuple(f"{tmp_path}/{name}" for name in names))
+        with pytest.raises(ValueError, match=message):
+            train.data_for(config, train.tokenizer_for(config))
+    config = train.Config(data=(f"{tmp_path}/short.txt",), length=2, held_out_rows=1, batch=1)
+    (tmp_path / "one.txt").write_text("x")
+    config = dataclasses.replace(config, held_out=(f"{tmp_path}/one.txt",))
+    with pytest.raises(ValueError, match=r"no token to predict in the data held out"):
+        train.data_for(config, train.files.BYTES)
 
 
 @pytest.mark.parametrize(
@@ -97,9 +232,28 @@ def test_lines_are_judged_by_the_tokenizer(line, said):
     assert found is None if said is None else said in str(found)
 
 
-def test_main_prints_what_the_readme_promises(capsys):
-    tiny = {"model": TINY.model, "steps": 4, "batch": 8, "length": 64, "prompt": "def f(x):\n"}
-    train.main(train.Config(**tiny))
+def test_main_prints_what_the_readme_promises(tmp_path, capsys):
+    folder = tmp_path / "run"
+    small = {"steps": 4, "length": 64, "prompt": "def f(x):\n", "run": str(folder)}
+    config = dataclasses.replace(TINY, **small)
+    train.main(config)
     out = capsys.readouterr().out
     for words in ("parameters", "tokens/s", "MFU", "validation loss", "lines pass `tokenize`"):
         assert words in out
+    assert {path.name for path in folder.iterdir()} == {
+        "checkpoints", "curves.png", "metrics.jsonl", "run.json",
+    }  # fmt: skip
+    with pytest.raises(FileExistsError, match="holds a run already: resume it"):
+        train.main(config)
+
+
+def test_a_run_on_tokens(tmp_path, capsys):
+    """A `.bin` file, which has no text to go on with."""
+    tokens = np.random.default_rng(0).integers(200, size=20_000).astype("<u2")
+    (tmp_path / "a.bin").write_bytes(tokens.tobytes())
+    tokenless = {"steps": 2, "data": (f"{tmp_path}/a.bin",), "separator": 7}
+    train.main(dataclasses.replace(TINY, **tokenless, run=str(tmp_path / "run")))
+    out = capsys.readouterr().out
+    assert "18,960 tokens in 395 rows" in out
+    assert "validation loss" in out
+    assert "tokenize" not in out

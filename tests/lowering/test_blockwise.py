@@ -76,6 +76,24 @@ def test_without_a_mask_all_tiles_are_full_and_those_that_stick_out_are_partial(
     assert seen[..., 1].sum() == 2 * COUNT - 1
 
 
+# ---- Size of the program -----------------------------------------------------------------------
+
+
+def operations(length) -> int:
+    """Operations of a forward and backward pass, as they go to the compiler."""
+    x = jax.ShapeDtypeStruct((1, length, 2, 16), jnp.float32)
+    text = jax.jit(jax.grad(loss, (0, 1, 2))).lower(x, x, x).as_text()
+    return text.count("\n")
+
+
+def test_programs_of_all_lengths_are_of_one_size():
+    """One tile, or loops over tiles: nothing is unrolled, so that no length compiles slowly."""
+    short = {operations(length) for length in (1, 7, 131, 355)}
+    long = {operations(length) for length in (801, 1023, 2049, 3333, 4095)}
+    assert len(short) == 1
+    assert max(long) < 1.05 * min(long) < 2500
+
+
 # ---- Memory --------------------------------------------------------------------------------------
 
 

@@ -2,18 +2,16 @@
 
 import dataclasses
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import PartitionSpec as P
 
 from tests.oracle import assert_as_right_as, in_float64, plain
 from xform.primitives.attention import flex_attention
 from xform.primitives.masks import causal, documents, prefix, sliding_window
-from xform.sharding import make_mesh, shardings
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,13 +107,13 @@ CASES = {
 }  # fmt: skip
 
 
-def check(case: Case, dtype, seed: int = 0) -> None:
-    args, ct = case.inputs(dtype, seed)
+def check(case: Case, dtype, seeds: Sequence[int] = (0,)) -> None:
+    draws = [case.inputs(dtype, seed) for seed in seeds]
+    inputs = jax.tree.map(lambda *xs: jnp.stack(xs), *draws)
     oracle = lambda *a, **mods: flex_attention(*a, **mods, implementation="reference")
-    found = jax.jit(case.run(flex_attention))(args, ct)
-    assert_as_right_as(
-        found, jax.jit(case.run(plain))(args, ct), in_float64(case.run(oracle), args, ct)
-    )
+    each = lambda attention: lambda x: jax.lax.map(lambda x: case.run(attention)(*x), x)
+    found, judge = (jax.jit(each(f))(inputs) for f in (flex_attention, plain))
+    assert_as_right_as(found, judge, in_float64(each(oracle), inputs))
 
 
 def some_slow(names, slow):
@@ -139,8 +137,9 @@ NARROW_SLOW = [("documents", "bfloat16"), ("documents", "float16"), ("table", "b
 
 @pytest.mark.parametrize("case", some_slow([*NARROW, *NARROW_SLOW], NARROW_SLOW))
 def test_narrow_types_lose_no_more_than_a_dense_program(case):
+    """Over four draws: the error of one number, as of a scalar's gradient, is a matter of luck."""
     name, dtype = case
-    check(CASES[name], dtype)
+    check(CASES[name], dtype, seeds=range(4))
 
 
 @pytest.mark.slow
@@ -150,7 +149,7 @@ def test_narrow_types_lose_no_more_than_a_dense_program(case):
 def test_every_length_head_size_and_group(length, size, heads):
     kv_len = max(length, 2)  # for one key see the next test
     mask = causal(offset=kv_len - length)
-    check(Case((1, length, kv_len, *heads, size, size), mask=mask), jnp.float32, seed=length)
+    check(Case((1, length, kv_len, *heads, size, size), mask=mask), jnp.float32, seeds=(length,))
 
 
 @pytest.mark.parametrize("size", [16, 40, 256])
@@ -361,13 +360,6 @@ def test_what_is_not_a_function_is_named_with_its_cure():
         flex_attention(x, x, x, scale=jnp.ones(2))
 
 
-def test_arrays_split_by_their_type_are_refused_outside_of_shard_map():
-    mesh = make_mesh(dp=4, tp=2)
-    x = jax.device_put(jnp.ones((4, 8, 2, 16)), shardings(mesh, P("dp")))
-    with pytest.raises(NotImplementedError, match=r"split.*Call it inside `jax.shard_map`"):
-        flex_attention(x, x, x)
-
-
 def test_a_mod_that_returns_something_else_is_named():
     x = jnp.ones((1, 8, 2, 16))
 
@@ -375,7 +367,7 @@ def test_a_mod_that_returns_something_else_is_named():
         return jnp.full(8, score)
 
     with pytest.raises(
-        ValueError, match=r"`score_mod` must return .*`by_row` returned float32\[8\]"
+        ValueError, match=r"`score_mod` must return .*`by_row` .* returned float32\[8\]"
     ):
         flex_attention(x, x, x, score_mod=by_row)
     with pytest.raises(ValueError, match=r"`dropout_rate` is 1.5; .* there is no `dropout_key`"):

@@ -120,6 +120,28 @@ def test_derivatives_of_derivatives_over_many_tiles(name):
     assert_same(lambda a: partial(ORDERS[name], partial(loss, a)), x, dx)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ORDERS)
+def test_derivatives_of_derivatives_of_the_maximum(name):
+    """With ties, which share: all scores above a cap are the largest."""
+
+    def total(attention, x):
+        score = lambda s, b, h, q, k: jnp.minimum(s * x["slopes"][h], x["factor"])
+        out, aux = attention(
+            x["q"], x["k"], x["v"], score_mod=score, mask_mod=LOCAL, aux=("lse", "max")
+        )
+        return jnp.sin(out).sum() + jnp.cos(aux.lse).sum() + jnp.sin(3 * aux.max).sum()
+
+    x, dx = (
+        {n: y[n] for n in ("q", "k", "v", "slopes", "factor")} for y in (problem(), problem(seed=1))
+    )
+    program = lambda x, dx: [
+        ORDERS[name](partial(total, f), x, dx) for f in (flex_attention, DENSE)
+    ]
+    found, true = jax.jit(program)(x, dx)
+    assert_close(found, true)
+
+
 @pytest.mark.parametrize("f", [output, pytest.param(jax.grad(loss, 1), marks=pytest.mark.slow)])
 def test_whole_jacobians_in_forward_mode(f):
     """Of the output; of the gradients, which makes a Hessian."""

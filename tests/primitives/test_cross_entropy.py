@@ -286,5 +286,5 @@ def test_the_program_holds_one_primitive_and_its_tile_sum():
     x, labels, cts = problem(dtype="float32")
     names = lambda f: [s.eqn.primitive.name for s in walk(trace(f, x, labels, cts))]
     found = names(jax.grad(lambda *a: loss(*a)[0]))
-    assert found.count("linear_cross_entropy") == found.count("tile_sum") == 1
+    assert found.count("linear_cross_entropy") == found.count("loss_sum") == 1
     assert not {"scan", "while"} & set(found)

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from xform.primitives.attention import flex_attention
 from xform.primitives.masks import causal, documents, prefix, sliding_window
 
 
@@ -99,6 +100,30 @@ def test_other_dimensions_are_refused():
         documents(IDS[None])(0, 0, 0, 0)
     with pytest.raises(ValueError, match=r"`prefix\(n\)` has shape \[2, 9\].*a scalar or \[B\]"):
         prefix(IDS)(0, 0, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("mask", "message"),
+    [
+        (documents(IDS[0, :6]), r"`documents\(ids\)` has shape \[6\]; .* it needs \[7\]"),
+        (documents(IDS[0]), r"`documents\(ids\)` has shape \[9\]; .* it needs \[7\]"),
+        (~(causal() | documents(IDS)), r"`documents\(ids\)` has shape \[2, 9\]; .* \[2, 7\]"),
+        (documents(IDS[:1, :7]), r"`documents\(ids\)` has shape \[1, 7\]; .* \[2, 7\]"),
+        (documents(IDS[:, :7], IDS[0, :7]), r"`documents\(kv_ids\)` has shape \[7\]; .* \[9\]"),
+        (documents(IDS[0, :7]), r"the ids of 7 queries for those of 9 keys: give it `kv_ids`"),
+        (prefix(jnp.ones(3, int)) & causal(), r"`prefix\(n\)` has shape \[3\]; .* \[2\]"),
+    ],
+)
+def test_a_mask_of_another_sequence_is_refused(mask, message):
+    x = jnp.ones((2, 9, 1, 4))
+    with pytest.raises(ValueError, match=message):
+        flex_attention(x[:, :7], x, x, mask_mod=mask)
+
+
+def test_a_mask_of_this_sequence_is_not():
+    x = jnp.ones((2, 9, 1, 4))
+    for mask in (documents(IDS), documents(IDS[0]) & prefix(jnp.array([3, 4])) & even):
+        jax.eval_shape(lambda x, mask=mask: flex_attention(x, x, x, mask_mod=mask), x)
 
 
 @pytest.mark.usefixtures("unchecked")

@@ -301,6 +301,54 @@ def test_side_effects_are_refused_by_line():
         flex_attention(Q, K, V, mask_mod=mask)
 
 
+def in_a_branch(s, b, h, q, k):
+    return jax.lax.cond(q > k, lambda: s, lambda: jnp.sort(TABLE * s)[0])
+
+
+def with_one_outside(s, b, h, q, k):
+    s = s + jnp.sort(TABLE)[q]
+    return s * jnp.sort(TABLE + s)[0]
+
+
+def solved(s, b, h, q, k):
+    return s + jnp.linalg.solve(PAIRS[0] + s, TABLE)[0]
+
+
+def called(s, b, h, q, k):
+    return jax.pure_callback(lambda x: x, jax.ShapeDtypeStruct((), jnp.float32), s)
+
+
+def nested(s, b, h, q, k):
+    return s + flex_attention(Q * s, K, V).sum()
+
+
+def drawn_from(s, b, h, q, k):
+    return s + jnp.fft.fft(TABLE * s).real[0]
+
+
+@pytest.mark.parametrize(
+    ("score", "line", "message"),
+    [
+        (in_a_branch, 1, r"`sort` works on an array as a whole"),
+        (with_one_outside, 2, r"`sort` works on an array as a whole"),
+        (solved, 1, r"`lu` solves or factors a matrix"),
+        (called, 1, r"`pure_callback` calls back to the host"),
+        (nested, 1, r"`flex_attention` is a kernel itself"),
+        (drawn_from, 1, r"`fft` works on an array as a whole"),
+    ],
+)
+def test_what_no_kernel_does_is_refused_by_line(score, line, message):
+    at = score.__code__.co_firstlineno + line
+    with pytest.raises(
+        NotImplementedError, match=rf"`score_mod` can't be fused: {message}.*test_mods\.py:{at} "
+    ):
+        flex_attention(Q, K, V, score_mod=score)
+
+
+def test_the_same_is_welcome_where_it_depends_on_no_index():
+    jax.eval_shape(lambda: flex_attention(Q, K, V, score_mod=lambda s, *i: s * jnp.sort(TABLE)[0]))
+
+
 def test_what_only_an_index_reads_is_no_operand_of_the_score():
     heads, ids = jnp.arange(2.0), jnp.arange(12) % 2
     mods = take_apart(lambda s, b, h, q, k: s + heads[ids[q]], None, jnp.dtype("float32"))

@@ -34,20 +34,21 @@ def problem(hidden=()):
     score = lambda s, b, h, q, k: jnp.tanh(s) + table[jnp.abs(q - k)]
     mods = take_apart(score, causal(), jnp.float64)
     spec = Spec(0.4, jnp.dtype("float64"), mods.score, mods.reads, mods.mask, mods.mask_dims)
-    shapes = [(2, T, H, D), (2, T, H), (2, S, K, D), (2, S, K, V), (16,)]
+    shapes = [(2, T, H, D), (2, T, H), (2, T, H), (2, S, K, D), (2, S, K, V), (16,)]
     keys = jax.random.split(jax.random.key(0), len(shapes))
     operands = [jax.random.normal(key, (*hidden, *s)) for key, s in zip(keys, shapes, strict=True)]
     outs = [jax.ShapeDtypeStruct((*hidden, 2, T, H, *tail), jnp.float64) for tail in ((V,), ())]
     return Attend(spec), operands, outs
 
 
-def dense(q, top, k, v, table):
+def dense(q, top, norm, k, v, table):
     """The same two sums, all pairs at once."""
     k, v = (jnp.repeat(x, H // K, axis=2) for x in (k, v))
     distance = (jnp.arange(T)[:, None] - jnp.arange(S)[None])[None, None]
     s = jnp.tanh(0.4 * jnp.einsum("bthd,bshd->bhts", q, k)) + table[jnp.abs(distance)]
-    e = jnp.where(distance >= 0, jnp.exp(s - top.swapaxes(1, 2)[..., None]), 0)
-    return [jnp.einsum("bhts,bshv->bthv", e, v), e.sum(-1).swapaxes(1, 2)]
+    top, norm = (x.swapaxes(1, 2)[..., None] for x in (top, norm))
+    p = jnp.where(distance >= 0, jnp.exp(s - top) * norm, 0)
+    return [jnp.einsum("bhts,bshv->bthv", p, v), p.sum(-1).swapaxes(1, 2)]
 
 
 def close(found, true):
@@ -57,7 +58,7 @@ def close(found, true):
 
 
 def test_a_tile_sum_and_both_its_derivatives_are_those_of_the_dense_sum():
-    """All five operands move: rows, columns and a captured array, also the maximum."""
+    """All operands move: rows, columns and a captured array, also the maximum and the norm."""
     fn, operands, outs = problem()
     fused = lambda *x: tile_sum(fn, x, (), hidden=0, outs=outs)
     cts = [jnp.cos(jnp.arange(np.prod(o.shape))).reshape(o.shape) for o in outs]
@@ -80,13 +81,13 @@ def test_the_transpose_is_the_adjoint_in_any_operands():
     cts = [jnp.cos(jnp.arange(np.prod(o.shape))).reshape(o.shape) for o in outs]
     tangents = [jnp.sin(3 * x) for x in operands]
     dot = lambda xs, ys: sum(jnp.vdot(x, y) for x, y in zip(xs, ys, strict=True))
-    subsets = [(0,), (1, 2), (4,), (0, 1, 2, 3, 4)]
+    subsets = [(0,), (1, 3), (5,), (0, 1, 2, 3, 4, 5)]
 
     @once
     def run(operands, tangents, cts):
         sums = []
         for subset in subsets:
-            derivative = Jvp(fn, tuple(i in subset for i in range(5)))
+            derivative = Jvp(fn, tuple(i in subset for i in range(6)))
             moving = [tangents[i] for i in subset]
             push = lambda *dx, derivative=derivative: tile_sum(
                 derivative, [*operands, *dx], (), hidden=0, outs=outs
@@ -114,7 +115,7 @@ def test_a_hidden_dimension_of_one_is_shared_and_its_gradient_a_sum():
     @once
     def run(operands):
         total = lambda f: lambda *x: sum(jnp.sin(y).sum() for y in f(*x))
-        return [jax.grad(total(f), (0, 1, 2, 3, 4))(*operands) for f in (fused, by_hand)]
+        return [jax.grad(total(f), (0, 1, 2, 3, 4, 5))(*operands) for f in (fused, by_hand)]
 
     found, true = run(operands)
     assert [x.shape for x in found] == [x.shape for x in operands]
@@ -122,13 +123,13 @@ def test_a_hidden_dimension_of_one_is_shared_and_its_gradient_a_sum():
 
 
 def test_an_empty_side_sums_to_zero():
-    fn, (q, top, k, v, table), outs = problem()
-    q, top = q[:, :0], top[:, :0]
+    fn, (q, top, norm, k, v, table), outs = problem()
+    q, top, norm = (x[:, :0] for x in (q, top, norm))
     no_rows = [jax.ShapeDtypeStruct((2, 0, *o.shape[2:]), o.dtype) for o in outs]
-    found = tile_sum(fn, (q, top, k, v, table), (), hidden=0, outs=no_rows)
+    found = tile_sum(fn, (q, top, norm, k, v, table), (), hidden=0, outs=no_rows)
     assert [x.shape for x in found] == [o.shape for o in no_rows]
-    _, (q, top, *_), _ = problem()
-    for x in tile_sum(fn, (q, top, k[:, :0], v[:, :0], table), (), hidden=0, outs=outs):
+    _, (q, top, norm, *_), _ = problem()
+    for x in tile_sum(fn, (q, top, norm, k[:, :0], v[:, :0], table), (), hidden=0, outs=outs):
         assert not x.any()
 
 
@@ -150,13 +151,13 @@ def test_no_order_of_derivative_leaves_the_two_primitives():
 
 def test_reverse_mode_evaluates_the_five_products_that_one_would_write_by_hand():
     spec = Spec(0.4, jnp.dtype("float64"))
-    moving = (True, False, True, True)
-    fn = Transpose(Jvp(Attend(spec), moving), (False,) * 4 + (True,) * 3, ((D,), (D,), (V,)))
-    assert fn.operands == (ROW, ROW, COL, COL, ROW, ROW)
+    moving = (True, False, False, True, True)
+    fn = Transpose(Jvp(Attend(spec), moving), (False,) * 5 + (True,) * 3, ((D,), (D,), (V,)))
+    assert fn.operands == (ROW, ROW, ROW, COL, COL, ROW, ROW)
     assert fn.results == (ROW, COL, COL)
     g, t, s = 2, 4, 6
     at = At(jnp.int32(0), jnp.arange(g), jnp.arange(t), jnp.arange(s))
-    tiles = [(g, t, D), (g, t), (s, D), (s, V), (g, t, V), (g, t)]
+    tiles = [(g, t, D), (g, t), (g, t), (s, D), (s, V), (g, t, V), (g, t)]
     jaxpr = trace(lambda *x: fn(at, *x), *(jax.ShapeDtypeStruct(x, jnp.float64) for x in tiles))
     jaxpr, _ = pe.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
     found = [s.eqn.params["out"] for s in walk(jaxpr) if s.eqn.primitive.name == "contract"]

@@ -131,3 +131,11 @@ def test_check_divisible_lists_all_offenders_and_what_would_do():
     assert "batch=5 is not a multiple of dp=2, heads=6 is not a multiple of tp=4." in message
     assert "dp may be 1 or 5; tp may be 1 or 2." in message
     assert "kv_heads" not in message
+
+
+def test_a_mesh_of_nothing_and_an_axis_that_is_not_there_are_named():
+    with pytest.raises(ValueError, match=r"found devices=\[\]: leave it out to take all"):
+        make_mesh(dp=1, devices=[])
+    mesh = make_mesh(dp=2, tp=4, devices=cpus)
+    with pytest.raises(ValueError, match=r"asked about ep, cp, and the mesh has dp=2 × tp=4: name"):
+        check_divisible(mesh, ep={"experts": 8}, dp={"batch": 4}, cp={"length": 6})

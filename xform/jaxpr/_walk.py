@@ -6,13 +6,17 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jaxtyping
 from jax.extend.core import Jaxpr, JaxprEqn
 
 from xform._compat import user_frames
 
 UNKNOWN = "unknown"
 
-_PACKAGE = str(Path(__file__).parents[1])
+# Their frames stand between the user's line and the equation; the second where shapes are checked.
+_NOT_THE_USERS = tuple(
+    str(Path(path).parent) for path in (Path(__file__).parent, jaxtyping.__file__)
+)
 
 
 def trace(f: Callable, *args, **kwargs) -> Jaxpr:
@@ -122,6 +126,6 @@ def source_line(eqn: JaxprEqn) -> str:
     in `lax.map(jnp.sin, x)` no line of the user's made the sine.
     """
     for frame in user_frames(eqn.source_info.traceback):
-        if not frame.file_name.startswith(_PACKAGE):
+        if not frame.file_name.startswith(_NOT_THE_USERS):
             return f"{frame.file_name}:{frame.start_line} ({frame.function_name})"
     return UNKNOWN

@@ -4,11 +4,12 @@ A tile sum is `sum_j f(row_i, col_j, shared)` (DESIGN section 4). Its derivative
 f's derivative and its transpose a tile sum of f's transpose, so the functions of all orders are
 terms
 
-    f ::= Attend(spec) | CrossEntropy(spec) | Jvp(f, nonzero) | Transpose(f, linear, shapes)
+    f ::= Attend(spec) | Peak(spec) | CrossEntropy(spec) | RowGradients(f)
+        | Jvp(f, nonzero) | Transpose(f, linear, shapes)
 
 that compare by value. First-order reverse mode is `Transpose(Jvp(Attend))`: by hand one would write
-five matrix products, `s = q k^T`, `dv = e^T da`, `de = da v^T`, `dq = ds k` and `dk = ds^T q` with
-`ds = e (de + dl)`; the term evaluates to just these.
+five matrix products, `s = q k^T`, `dv = p^T do`, `dp = do v^T`, `dq = ds k` and `dk = ds^T q` with
+`ds = p (dp + dl)`; the term evaluates to just these.
 
 Each function declares the kind of every operand and result (`ROW`, `COL`, or a tuple of `Read`s
 for a captured array) and is called with one tile of each; a captured array arrives as the tuple
@@ -24,6 +25,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.extend.core import jaxpr_as_fun
 
 from xform.lowering._contract import contract
@@ -59,10 +61,30 @@ def scores(spec: Spec, at: At, q, k, shared):
     """
     q = q if spec.scale_scores else q * jnp.asarray(spec.scale, q.dtype)
     s = _contract(spec, at, q, k, "tile")
-    s = s * jnp.asarray(spec.scale, s.dtype) if spec.scale_scores else s
-    if spec.score is not None:
-        s = _modified(spec, at, s, [x for group in shared for x in group])
+    if spec.scale_scores or spec.score is not None:
+        s = _rounded_once(partial(_modified, spec, at), s, *(x for group in shared for x in group))
     return s if at.visible is None else jnp.where(at.visible, s, -jnp.inf)
+
+
+def _rounded_once(f, *args):
+    """`f(*args)`, with the same bits wherever it is computed.
+
+    Compilers contract a product and a sum into one rounding where that suits what is around them.
+    Under the exponential, two roundings of one score of 10,000 differ by a thousandth; so the
+    maximum, the forward and the backward pass must see the same one. Its derivative, which has
+    uses for what is in between, computes that for itself.
+    """
+
+    @jax.custom_jvp
+    def once(*args):
+        out = f(*lax.optimization_barrier(args))
+        return lax.optimization_barrier(out.reshape(-1, out.shape[-1])).reshape(out.shape)
+
+    @once.defjvp
+    def _(primals, tangents):
+        return once(*primals), jax.jvp(f, primals, tangents)[1]
+
+    return once(*args)
 
 
 def weighted(spec: Spec, at: At, p, v):
@@ -72,8 +94,11 @@ def weighted(spec: Spec, at: At, p, v):
     return _contract(spec, at, p, v, "row")
 
 
-def _modified(spec: Spec, at: At, s, loaded):
-    """The score mod at every point of a tile."""
+def _modified(spec: Spec, at: At, s, *loaded):
+    """The scale and the score mod at every point of a tile."""
+    s = s * jnp.asarray(spec.scale, s.dtype) if spec.scale_scores else s
+    if spec.score is None:
+        return s
     mod = jaxpr_as_fun(spec.score)
     dims = ("hqk", *(read.dims for group in spec.reads for read in group))
     if at.visible is None:
@@ -94,31 +119,33 @@ def _contract(spec: Spec, at: At, x, y, out):
 
 @dataclasses.dataclass(frozen=True)
 class Attend:
-    """`(q, top, k, v, *captures) -> (A, L)`, the two sums that attention is made of.
+    """`(q, top, norm, k, v, *captures) -> (A, L)`, the two sums that attention is made of.
 
-        A_i = sum_j e_ij v_j      L_i = sum_j e_ij      e_ij = exp(s_ij - top_i)
+        A_i = sum_j p_ij v_j      L_i = sum_j p_ij      p_ij = exp(s_ij - top_i) norm_i
 
-    `top` is the row's maximum, a constant: `out = A / L` and `lse = top + log L` do not depend on
-    it, so their derivatives at fixed `top` are exact, at every order. With the maximum itself,
-    and not the log-sum-exp, under the exponential, e is as exact as s however large the scores
-    are.
+    `top` is the row's maximum and `norm` the inverse of its sum, both constants: `out = A / L` does
+    not depend on them, so its derivatives at fixed ones are exact, at every order. With the maximum
+    itself, and not the log-sum-exp, under the exponential, p is as exact as s however large the
+    scores are. With `norm` in here, and not outside, the output's cotangent is multiplied as it
+    comes: divided by L, and rounded to a narrow dtype once more, it would not match the `out . do`
+    that is subtracted from it, and a row with one large weight lives on that difference.
     """
 
     spec: Spec
 
     @property
     def operands(self) -> tuple[Kind, ...]:
-        return (ROW, ROW, COL, COL, *self.spec.reads)
+        return (ROW, ROW, ROW, COL, COL, *self.spec.reads)
 
     @property
     def results(self) -> tuple[Kind, ...]:
         return (ROW, ROW)
 
     def __call__(self, at: At, *tiles) -> list:
-        q, top, k, v, *shared = tiles
+        q, top, norm, k, v, *shared = tiles
         s = scores(self.spec, at, q, k, shared)
-        e = jnp.exp(s - base(top)[..., None])
-        return [weighted(self.spec, at, e, v), e.sum(-1)]
+        p = jnp.exp(s - base(top)[..., None]) * norm[..., None]
+        return [weighted(self.spec, at, p, v), p.sum(-1)]
 
 
 def base(top):
@@ -130,6 +157,33 @@ def log_sum(top, total):
     """`top + log(total)`, and minus infinity, with no gradient, for a sum over nothing."""
     empty = total == 0
     return jnp.where(empty, -jnp.inf, top + jnp.log(jnp.where(empty, 1, total)))
+
+
+@dataclasses.dataclass(frozen=True)
+class Peak:
+    """`(q, top, argmax, k, *captures) -> (M, N)`: a row's largest scores, their sum and number.
+
+    The maximum is `M / N`, so scores that tie share its derivative, as in `jnp.max`. `argmax` is
+    the key of a largest score, -1 for a row without any: it counts whatever its bits are here, so
+    that a score which another program rounds another way cannot lose the gradient.
+    """
+
+    spec: Spec
+
+    @property
+    def operands(self) -> tuple[Kind, ...]:
+        return (ROW, ROW, ROW, COL, *self.spec.reads)
+
+    @property
+    def results(self) -> tuple[Kind, ...]:
+        return (ROW, ROW)
+
+    def __call__(self, at: At, *tiles) -> list:
+        q, top, argmax, k, *shared = tiles
+        s = scores(self.spec, at, q, k, shared)
+        largest = (s >= top[..., None]) | (at.k[None, None] == argmax[..., None])
+        largest &= ~jnp.isneginf(s)
+        return [jnp.where(largest, s, 0).sum(-1), largest.sum(-1, dtype=s.dtype)]
 
 
 @dataclasses.dataclass(frozen=True)

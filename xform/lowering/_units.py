@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from xform.lowering._tile_fn import COL, ROW, Kind
+from xform.lowering._tile_fn import COL, ROW, Kind, merge
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,15 +75,15 @@ class Units:
     def _hidden(self) -> int:
         return len(self.sizes) - 2 - self.split
 
-    def index(self) -> tuple[jax.Array, jax.Array]:
-        """The operands `b` (a scalar in the unit) and `h` (`[group]`), int32."""
+    def index(self, origin=(0, 0)) -> tuple[jax.Array, jax.Array]:
+        """The operands `b` (a scalar in the unit) and `h` (`[group]`), int32, from `origin` on."""
         b, kv_heads = self.sizes[self._hidden : self._hidden + 2]
         split = (self.sizes[-1],) if self.split else ()
         lead = (1,) * self._hidden
         h = jnp.arange(kv_heads * (self.sizes[-1] if self.split else self.group), dtype=jnp.int32)
         return (
-            jnp.arange(b, dtype=jnp.int32).reshape(*lead, b, 1, *(1 for _ in split)),
-            h.reshape(*lead, 1, kv_heads, *split, self.group),
+            origin[0] + jnp.arange(b, dtype=jnp.int32).reshape(*lead, b, 1, *(1 for _ in split)),
+            origin[1] + h.reshape(*lead, 1, kv_heads, *split, self.group),
         )
 
     def rows(self, x, length: int):
@@ -156,33 +156,22 @@ def _along(unit: Callable, size: int, batch: int, keep: list[bool]) -> Callable:
 
     def chunked(*xs):
         """`batch` at a time, one chunk after the other."""
-        moving = [x.shape[0] > 1 for x in xs]
+        moving = tuple(x.shape[0] > 1 for x in xs)
+        still = [x for x, m in zip(xs, moving, strict=True) if not m]
         chunks = [x.reshape(-1, batch, *x.shape[1:]) for x, m in zip(xs, moving, strict=True) if m]
-
-        def of_chunk(chunk):
-            chunk = iter(chunk)
-            return batched(*(next(chunk) if m else x for x, m in zip(xs, moving, strict=True)))
+        of_chunk = lambda chunk: batched(*merge(moving, chunk, still))
+        pick = lambda ys, kept: [y for y, k in zip(ys, keep, strict=True) if k == kept]
 
         def step(sums, chunk):
             ys = of_chunk(chunk)
-            sums = [
-                s + y
-                for s, y in zip(
-                    sums, (y for y, k in zip(ys, keep, strict=True) if not k), strict=True
-                )
-            ]
-            return sums, [y for y, k in zip(ys, keep, strict=True) if k]
+            return [s + y for s, y in zip(sums, pick(ys, False), strict=True)], pick(ys, True)
 
         start = []
         if not all(keep):
             shapes = jax.eval_shape(of_chunk, [c[0] for c in chunks])
-            start = [
-                jnp.zeros(s.shape, s.dtype) for s, k in zip(shapes, keep, strict=True) if not k
-            ]
+            start = [jnp.zeros(s.shape, s.dtype) for s in pick(shapes, False)]
         sums, stacked = lax.scan(step, start, chunks)
-        sums, stacked = iter(sums), iter(stacked)
-        join = lambda y: y.reshape(size, *y.shape[2:])
-        return [join(next(stacked)) if k else next(sums) for k in keep]
+        return merge(tuple(keep), [y.reshape(size, *y.shape[2:]) for y in stacked], sums)
 
     return batched if batch == size else chunked
 

@@ -153,7 +153,10 @@ def _loop(count: int, body: Callable, carry):
     return body(0, carry) if count == 1 else lax.fori_loop(0, count, body, carry)
 
 
-def attend(spec: Spec, block_map: BlockMap, hidden: int, q, k, v, captures, context):
+def attend(
+    spec: Spec, block_map: BlockMap, hidden: int, q, k, v, captures, context, *,
+    origin=(0, 0), peak: bool = False,
+):  # fmt: skip
     """The forward pass.
 
     Args:
@@ -163,10 +166,13 @@ def attend(spec: Spec, block_map: BlockMap, hidden: int, q, k, v, captures, cont
       q, k, v: `[*hidden,B,T,H,D]`, `[*hidden,B,S,K,D]`, `[*hidden,B,S,K,V]`.
       captures: arrays that the score mod reads, `[*hidden,...]`.
       context: arrays that masks and indices read, `[*hidden,...]`.
+      origin: the b and h of the first unit, where these arrays are a device's part of others.
+      peak: whether to say where the maximum is.
 
     Returns:
       out `[*hidden,B,T,H,V]`, the maximum of each row's scores and the sum of their exponentials
-      relative to it, `[*hidden,B,T,H]`, all in the wide dtype. A row with no key: 0, -inf, 0.
+      relative to it, `[*hidden,B,T,H]`, all in the wide dtype; with `peak`, also a key that has
+      the maximum, int32. A row with no key: 0, -inf, 0, -1.
     """
     units, row, col = _plan(spec, hidden, q, k, (q, k, v, *captures, *context), context, False)
     finite = _all_finite((q, k, v))
@@ -174,19 +180,19 @@ def attend(spec: Spec, block_map: BlockMap, hidden: int, q, k, v, captures, cont
     def unit(b, h, q, k, v, *arrays):
         captures, context = arrays[: len(spec.reads)], arrays[len(spec.reads) :]
         grid = Grid.of(row, col, spec, spec.unit(b, h, context, finite), block_map)
-        return _attend_unit(grid, q, k, v, captures)
+        return _attend_unit(grid, q, k, v, captures, peak)
 
     operands = [
-        *units.index(),
+        *units.index(origin),
         units.rows(q, row.padded), units.cols(k, col.padded), units.cols(v, col.padded),
         *map(units.whole, (*captures, *context)),
     ]  # fmt: skip
-    results = units.run(unit, operands, [(True,) * len(units.sizes)] * 3)
+    results = units.run(unit, operands, [(True,) * len(units.sizes)] * (4 if peak else 3))
     return [units.user_rows(x, row.length) for x in results]
 
 
-def _attend_unit(grid: Grid, q, k, v, captures):
-    """Online softmax of one unit: out `[g,T,V]`, maximum and sum `[g,T]`."""
+def _attend_unit(grid: Grid, q, k, v, captures, peak: bool):
+    """Online softmax of one unit: out `[g,T,V]`, maximum, sum and, with `peak`, argmax `[g,T]`."""
     spec, wide = grid.spec, grid.spec.wide
     shape = (q.shape[0], grid.row.tile)
 
@@ -194,23 +200,22 @@ def _attend_unit(grid: Grid, q, k, v, captures):
         q_tile = grid.row.take(q, i)
 
         def step(masked, j, carry):
-            top, total, acc = carry
+            top, total, acc, *argmax = carry
             at = grid.tile(i, j, masked)
             reads = [_load(g, x, at, wide) for g, x in zip(spec.reads, captures, strict=True)]
             s = scores(spec, at, q_tile, grid.col.take(k, j), reads)
-            if spec.score is not None:
-                # The maximum and the exponential must see one value of the mod, not two roundings
-                # of it, and should not compute it twice.
-                s = lax.optimization_barrier(s.reshape(-1, s.shape[-1])).reshape(s.shape)
-            new = jnp.maximum(top, s.max(-1))
+            highest = s.max(-1)
+            new = jnp.maximum(top, highest)
             e, keep = jnp.exp(s - base(new)[..., None]), jnp.exp(top - base(new))
             ev = weighted(spec, at, e, grid.col.take(v, j))
-            return new, total * keep + e.sum(-1), acc * keep[..., None] + ev
+            argmax = [jnp.where(highest > top, at.k[s.argmax(-1)], x) for x in argmax]
+            return new, total * keep + e.sum(-1), acc * keep[..., None] + ev, *argmax
 
         empty = jnp.zeros((*shape, v.shape[-1]), wide)
         start = jnp.full(shape, -jnp.inf, wide), jnp.zeros(shape, wide), empty
-        top, total, acc = grid.fold(ROW, i, step, start)
-        return None, (acc * inverse(total)[..., None], top, total)
+        nowhere = [jnp.full(shape, -1, jnp.int32)] if peak else []
+        top, total, acc, *argmax = grid.fold(ROW, i, step, (*start, *nowhere))
+        return None, (acc * inverse(total)[..., None], top, total, *argmax)
 
     if grid.row.count == 1:
         return list(line(None, 0)[1])
@@ -223,7 +228,10 @@ def inverse(total):
     return jnp.where(total == 0, 0, 1 / jnp.where(total == 0, 1, total))
 
 
-def tile_sum(fn: TileFn, block_map: BlockMap, hidden: int, outs: Sequence, operands, context):
+def tile_sum(
+    fn: TileFn, block_map: BlockMap, hidden: int, outs: Sequence, operands, context, *,
+    origin=(0, 0),
+):  # fmt: skip
     """Evaluates a tile sum.
 
     Args:
@@ -234,6 +242,7 @@ def tile_sum(fn: TileFn, block_map: BlockMap, hidden: int, outs: Sequence, opera
         belongs to a captured array, it is summed over.
       operands: one array for each of `fn.operands`.
       context: arrays that masks and indices read, `[*hidden,...]`.
+      origin: the b and h of the first unit, where these arrays are a device's part of others.
 
     Returns:
       One array for each of `outs`.
@@ -265,7 +274,7 @@ def tile_sum(fn: TileFn, block_map: BlockMap, hidden: int, outs: Sequence, opera
     ]
     inputs = [enter.get(k, units.whole)(x) for x, k in zip(operands, fn.operands, strict=True)]
     keep = [units.kept(k, o.shape[:hidden]) for k, o in zip(fn.results, outs, strict=True)]
-    sums = units.run(unit, [*units.index(), *inputs, *map(units.whole, context)], keep)
+    sums = units.run(unit, [*units.index(origin), *inputs, *map(units.whole, context)], keep)
     return [
         leave.get(k, units.user_whole)(x).astype(o.dtype)
         for x, k, o in zip(sums, fn.results, outs, strict=True)

@@ -15,8 +15,8 @@ import jax.numpy as jnp
 from xform.lowering._dropout import kept
 
 
-def attend(q, k, v, *, score_mod, mask_mod, scale, dropout_rate, dropout_key):
-    """Output `[B,T,H,V]` in the dtype of q and log-sum-exp `[B,T,H]`, as of `flex_attention`."""
+def attend(q, k, v, *, score_mod, mask_mod, scale, dropout_rate, dropout_key, peak):
+    """Output `[B,T,H,V]` in the dtype of q, log-sum-exp and, with `peak`, maximum `[B,T,H]`."""
     (b, t, h, _), (_, s, kv, _) = q.shape, k.shape
     dtype, wide = q.dtype, jnp.promote_types(q.dtype, jnp.float32)
     k, v = (jnp.repeat(x, h // kv, axis=2).astype(wide) for x in (k, v))
@@ -25,36 +25,55 @@ def attend(q, k, v, *, score_mod, mask_mod, scale, dropout_rate, dropout_key):
         visible = everywhere(mask_mod, b, h, t, s)
 
     q, k, v = (x.swapaxes(1, 2) for x in (q.astype(wide), k, v))
-    scores = _product(
-        "bhtd,bhsd->bhts",
-        q,
-        k,
-        jnp.isfinite(q).all(-1)[..., None] & jnp.isfinite(k).all(-1)[:, :, None],
-    )
+    finite = jnp.isfinite(q).all(-1)[..., None] & jnp.isfinite(k).all(-1)[:, :, None]
+    scores = _product("bhtd,bhsd->bhts", _clean(q), _clean(k), finite)
     scores = jnp.where(visible, scores * scale, 0)
-    if score_mod is not None:
-        scores = everywhere(score_mod, b, h, t, s, scores).astype(wide)
+    if score_mod is not None and scores.size:
+        scores = _modified(score_mod, scores, visible).astype(wide)
     scores = jnp.where(visible, scores, -jnp.inf)
-    top = jax.lax.stop_gradient(scores.max(-1, keepdims=True, initial=-jnp.inf))
+    maximum = scores.max(-1, initial=-jnp.inf)
+    top = jax.lax.stop_gradient(maximum)[..., None]
     weights = jnp.where(visible, jnp.exp(scores - jnp.where(jnp.isneginf(top), 0, top)), 0)
     total = weights.sum(-1, keepdims=True)
     safe = jnp.where(total == 0, 1, total)
     seen = jnp.einsum("bhts,bhsv->bhtv", visible.astype(wide), 1 - jnp.isfinite(v).astype(wide))
-    weights = weights / safe
+    weights = jnp.where(visible, weights / safe, 0)
     if dropout_rate:
         weights = weights * everywhere(partial(kept, dropout_key, dropout_rate), b, h, t, s)
-    out = _product("bhts,bhsv->bhtv", weights, v, seen == 0)
+    out = _product("bhts,bhsv->bhtv", weights, _clean(v), seen == 0)
     lse = jnp.where(total == 0, -jnp.inf, jnp.log(safe) + top)[..., 0]
-    return out.swapaxes(1, 2).astype(dtype), lse.swapaxes(1, 2)
+    statistics = (lse, maximum) if peak else (lse,)
+    return out.swapaxes(1, 2).astype(dtype), *(x.swapaxes(1, 2) for x in statistics)
 
 
 def _product(equation, x, y, finite):
-    """A product of what is finite, NaN where `finite` does not hold.
+    """A product, NaN where `finite` does not hold, though its operands are clean.
 
     So neither the product nor its derivatives meet `0 * NaN` for a pair that is hidden.
     """
-    clean = (jnp.where(jnp.isfinite(z), z, 0) for z in (x, y))
-    return jnp.where(finite, jnp.einsum(equation, *clean, precision="highest"), jnp.nan)
+    return jnp.einsum(equation, x, y, precision="highest") + jnp.where(finite, 0, jnp.nan)
+
+
+@jax.custom_jvp
+def _clean(x):
+    return jnp.where(jnp.isfinite(x), x, 0)
+
+
+_clean.defjvp(lambda primals, tangents: (_clean(*primals), *tangents))
+
+
+def _modified(score_mod, scores, visible):
+    """The score mod at all visible pairs.
+
+    At a hidden one it is evaluated where some visible pair is: there its value, and what that does
+    to the derivative of a capture, may be NaN.
+    """
+    flat = jnp.arange(visible.size, dtype=jnp.int32).reshape(visible.shape)
+    index = jnp.unravel_index(jnp.where(visible, flat, visible.argmax()), visible.shape)
+    mod = score_mod
+    for _ in visible.shape:
+        mod = jax.vmap(mod)
+    return mod(scores, *(i.astype(jnp.int32) for i in index))
 
 
 def everywhere(mod, b, h, t, s, *scores):

@@ -30,8 +30,6 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from xform.jaxpr import interpret
-
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, eq=False)
@@ -39,10 +37,10 @@ class Interval:
     """The values that one number, or an array of them, takes in each tile.
 
     Attributes:
-        lo, hi: the least and the greatest, `[rows, cols, *shape]`; 1 in place of rows or cols where
-            they do not matter. Both NaN where the value may be NaN.
-        residues: for integers read from an array, bit `i` says that some value is `i` modulo 32:
-            tells apart sets of ids whose ranges overlap. None where not known.
+      lo, hi: the least and the greatest, `[rows, cols, *shape]`; 1 in place of rows or cols where
+        they do not matter. Both NaN where the value may be NaN.
+      residues: for integers read from an array, bit `i` says that some value is `i` modulo 32:
+        tells apart sets of ids whose ranges overlap. None where not known.
     """
 
     lo: Array
@@ -451,11 +449,6 @@ def _argmax(a, *, axes, index_dtype, **_):
     return Interval(lo, hi)
 
 
-def _cond(which, *operands, branches, **_):
-    cases = [interpret(branch, RULES, default=default)(*operands) for branch in branches]
-    return [_select(which, *outs) for outs in zip(*cases, strict=True)]
-
-
 def default(eqn, *args):
     """What is not in the table can be anything: loops, products, random numbers."""
     del args
@@ -545,7 +538,6 @@ RULES: dict = {
     lax.shift_right_logical_p: _shift(lax.shift_right_logical),
     lax.select_n_p: _select,
     lax.argmax_p: _argmax,
-    lax.cond_p: _cond,
     **{
         p: _structural(p)
         for p in (

@@ -13,6 +13,7 @@ Programs are interned: a new closure over another array, but with the same code,
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Callable, Collection, Sequence
 
 import jax
@@ -22,7 +23,7 @@ from jax.core import ShapedArray
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 from jax.interpreters import partial_eval as pe
 
-from xform.jaxpr import eqn_rule, intern, interpret, source_line
+from xform.jaxpr import eqn_rule, intern, interpret, source_line, sub_jaxprs, walk
 from xform.lowering._spec import Read
 from xform.primitives._rules import join_axes
 
@@ -138,7 +139,15 @@ class Traced:
 
 def _trace(name: str, mod: Callable, *score) -> Traced:
     """Traces `mod(*score, b, h, q_idx, kv_idx)` and evaluates what depends on none of them."""
-    jaxpr, shape = jax.make_jaxpr(mod, return_shape=True)(*score, *[_INDEX] * 4)
+    _check_signature(name, mod, "score, " * len(score) + "b, h, q_idx, kv_idx")
+    try:
+        jaxpr, shape = jax.make_jaxpr(mod, return_shape=True)(*score, *[_INDEX] * 4)
+    except tuple(_CURES) as error:
+        cure = next(cure for kind, cure in _CURES.items() if isinstance(error, kind))
+        raise TypeError(
+            f"`{name}` {_called(mod)} is traced once for all scores, so Python can't know the "
+            f"values of its arguments: {cure}. {str(error).splitlines()[0]}"
+        ) from error
     _check_result(name, mod, shape, jnp.floating if score else jnp.bool_)
     consts = join_axes([jnp.asarray(x) for x in jaxpr.consts])
     # Traced again without the types of shard_map, which a lowering knows nothing about.
@@ -157,11 +166,18 @@ def _trace(name: str, mod: Callable, *score) -> Traced:
         else:
             values = [known[v] if isinstance(v, Var) else v.val for v in eqn.invars]
             known.update(zip(eqn.outvars, _results(eqn, *values), strict=True))
+    _check_fusable(name, eqns, flat, jaxpr)
     return Traced(eqns, known, invars[:-4], invars[-4:], flat.outvars[0])
 
 
 def _bind(eqn: JaxprEqn, *args):
     """Runs one equation as it is; returns what its primitive does."""
+    axes = eqn.params.get("axis_name", eqn.params.get("axes"))
+    if eqn.effects and axes:
+        raise NotImplementedError(
+            f"a mod may not ask which device it runs on: `{eqn.primitive.name}` over {axes!r} "
+            f"(at {source_line(eqn)}). Call it before, and let the mod read what it gives."
+        )
     if eqn.effects:
         raise NotImplementedError(
             f"a mod must be a pure function of its arguments: `{eqn.primitive.name}` has side "
@@ -184,6 +200,22 @@ _KEEP = {
     ("jit", "remainder"): lambda x, y, **_: jnp.remainder(x, y),
     "pvary": lambda x, **_: x,
     "pcast": lambda x, **_: x,
+}
+
+# What Python asks of a traced value, and what to write instead.
+_CURES = {
+    jax.errors.TracerBoolConversionError: (
+        "write `jnp.where(condition, x, y)` for `x if condition else y`, `&`, `|` and `~` for "
+        "`and`, `or` and `not`, and `(a <= x) & (x < b)` for `a <= x < b`"
+    ),
+    jax.errors.TracerArrayConversionError: (
+        "make a NumPy array that it indexes a JAX one, `jnp.asarray(array)[q_idx]`, and use "
+        "`jax.numpy` for `numpy`"
+    ),
+    jax.errors.TracerIntegerConversionError: (
+        "make a list that it indexes an array, `jnp.asarray(items)[q_idx]`"
+    ),
+    jax.errors.ConcretizationTypeError: "compute with `jax.numpy`, not with Python's numbers",
 }
 
 _GATHERS = ("gather", "dynamic_slice")
@@ -211,6 +243,12 @@ def _reads(score: Traced, context: list[Var]) -> dict[Var, dict[Var, Read]]:
             reads.setdefault(_var(eqn.invars[0]), {})[out] = _read(score, eqn, context)
     for v in score.captured([score.out], stop=gathers):
         reads.setdefault(v, {})[v] = Read(shape=score.known[v].shape)
+    if found := [score.known[v] for v in reads if jnp.iscomplexobj(score.known[v])]:
+        found = ", ".join(f"{x.dtype}{list(x.shape)}" for x in found)
+        raise ValueError(
+            f"`score_mod` reads complex arrays ({found}): take their parts before it indexes them, "
+            "`x.real[q_idx]` for `x[q_idx].real`."
+        )
     return reads
 
 
@@ -292,6 +330,28 @@ def _struct(x) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(x.shape, x.dtype)
 
 
+def _called(mod: Callable) -> str:
+    """The user's name of a mod, and where it is written."""
+    function = inspect.unwrap(mod)
+    code = getattr(function, "__code__", None)
+    name = f"`{getattr(function, '__name__', mod)}`"
+    return f"{name} ({code.co_filename}:{code.co_firstlineno})" if code else name
+
+
+def _check_signature(name: str, mod: Callable, arguments: str) -> None:
+    try:
+        signature = inspect.signature(mod)
+    except (TypeError, ValueError):  # some callables have none
+        return
+    try:
+        signature.bind(*arguments.split(", "))
+    except TypeError as error:
+        raise TypeError(
+            f"`{name}` is called as `{name}({arguments})`, and {_called(mod)} takes {signature}: "
+            f"{error}."
+        ) from None
+
+
 def _check_result(name: str, mod: Callable, shape, kind) -> None:
     what = "a bool" if kind is jnp.bool_ else "a floating-point number"
     ok = hasattr(shape, "shape") and shape.shape == () and jnp.issubdtype(shape.dtype, kind)
@@ -299,8 +359,51 @@ def _check_result(name: str, mod: Callable, shape, kind) -> None:
         found = jax.tree.map(lambda x: x.dtype.name + str(list(x.shape)), shape)
         raise ValueError(
             f"`{name}` must return {what}, one scalar per score: "
-            f"`{getattr(mod, '__name__', mod)}` returned {found}. A mod is called with scalars "
+            f"{_called(mod)} returned {found}. A mod is called with scalars "
             f"({
                 'score, ' if kind is jnp.floating else ''
             }b, h, q_idx, kv_idx), not with arrays of them."
         )
+
+
+# What no kernel does for one score at a time, by what it is.
+_UNFUSABLE = {
+    "calls back to the host": ("pure_callback", "io_callback", "debug_callback"),
+    "solves or factors a matrix": (
+        "cholesky", "custom_linear_solve", "eig", "eigh", "geqp3", "geqrf", "hessenberg",
+        "householder_product", "linear_solve", "lu", "qr", "schur", "svd", "triangular_solve",
+        "tridiagonal", "tridiagonal_solve",
+    ),
+    "works on an array as a whole": (
+        "approx_top_k", "conv_general_dilated", "fft", "sort", "top_k",
+    ),
+    "talks to other devices": (
+        "all_gather", "all_gather_invariant", "all_gather_reduced", "all_to_all", "pgather", "pmax",
+        "pmin", "ppermute", "psum", "psum_invariant", "ragged_all_to_all", "reduce_scatter",
+    ),
+    "is a kernel itself": (
+        "ffi_call", "flex_attention", "linear_cross_entropy", "loss_sum", "pallas_call", "tile_sum",
+    ),
+}  # fmt: skip
+_WHY_UNFUSABLE = {name: why for why, names in _UNFUSABLE.items() for name in names}
+
+
+def _check_fusable(name: str, eqns: Sequence[JaxprEqn], flat: Jaxpr, jaxpr: Jaxpr) -> None:
+    """Raises if one of `eqns` of a mod, or one inside them, could be part of no kernel.
+
+    `flat` is what they are of; `jaxpr`, with the same operations in the same order, has the lines.
+    """
+    inside = [site for eqn in eqns for _, body in sub_jaxprs(eqn) for site in walk(body)]
+    for eqn in [*eqns, *(site.eqn for site in inside)]:
+        operation = eqn.primitive.name
+        if why := _WHY_UNFUSABLE.get(operation):
+            made, lines = (
+                [s for s in walk(program) if s.eqn.primitive.name == operation]
+                for program in (flat, jaxpr)
+            )
+            line = lines[[site.eqn is eqn for site in made].index(True)].line
+            raise NotImplementedError(
+                f"`{name}` can't be fused: `{operation}` {why}, and it depends on the score or an "
+                f"index (at {line}). Compute what it gives before the call, as an "
+                "array that the mod reads at its indices."
+            )

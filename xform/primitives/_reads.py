@@ -15,28 +15,37 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from xform.primitives._intervals import RULES, Interval, interval, ordered, point, union, unknown
+from xform.jaxpr import interpret
+from xform.primitives._intervals import (
+    RULES,
+    Interval,
+    default,
+    interval,
+    ordered,
+    point,
+    union,
+    unknown,
+)
+
+# Elements that are read at once, and not in a loop: a GPU pays for each trip, not for elements.
+_AT_ONCE = 2**22
 
 
 def over_range(x: Interval, first: Array, last: Array) -> Interval:
     """The union of `x[i]` over `first <= i <= last`.
 
     Args:
-        x: an interval whose arrays are `[n, *rest]`, n > 0.
-        first, last: int32 of one shape, `0 <= first <= last < n`.
+      x: an interval whose arrays are `[n, *rest]`, n > 0.
+      first, last: int32 of one shape, `0 <= first <= last < n`.
 
     Returns:
-        An interval whose arrays are `[*first.shape, *rest]`.
+      An interval whose arrays are `[*first.shape, *rest]`.
     """
     n, *rest = x.lo.shape
     # A wide row costs as much to read as to look up, and its table should be small.
     block = 16 if math.prod(rest) <= 8 else 128
 
-    def ends(i, seen):
-        near, far = _at(x, jnp.minimum(first + i, last)), _at(x, jnp.maximum(last - i, first))
-        return union(seen, union(near, far))
-
-    edges = lax.fori_loop(1, min(block, n), ends, union(_at(x, first), _at(x, last)))
+    edges = _edges(x, first, last, min(block, n))
     if n <= 2 * block:
         return edges
     levels = _levels(jax.tree.map(partial(_blocks, block=block), x))
@@ -45,6 +54,27 @@ def over_range(x: Interval, first: Array, last: Array) -> Interval:
     inner = union(_at(levels, (level, start)), _at(levels, (level, end - (1 << level))))
     several = (end > start).reshape(*first.shape, *[1] * len(rest))
     return jax.tree.map(partial(jnp.where, several), union(edges, inner), edges)
+
+
+def _edges(x: Interval, first: Array, last: Array, count: int) -> Interval:
+    """The union over the first `count` and the last `count` indices of each range."""
+    if first.size * count * math.prod(x.lo.shape[1:]) <= _AT_ONCE:
+        offsets = lax.broadcasted_iota(jnp.int32, (*first.shape, count), first.ndim)
+        first, last = first[..., None], last[..., None]
+        near, far = jnp.minimum(first + offsets, last), jnp.maximum(last - offsets, first)
+        return _hull(_at(x, jnp.concatenate([near, far], -1)), first.ndim - 1)
+
+    def ends(i, seen):
+        near, far = _at(x, jnp.minimum(first + i, last)), _at(x, jnp.maximum(last - i, first))
+        return union(seen, union(near, far))
+
+    return lax.fori_loop(1, count, ends, union(_at(x, first), _at(x, last)))
+
+
+def _hull(x: Interval, dim: int) -> Interval:
+    """The union along a dimension."""
+    bits = None if x.residues is None else jnp.bitwise_or.reduce(x.residues, axis=dim)
+    return Interval(x.lo.min(dim), x.hi.max(dim), bits)
 
 
 def _at(x: Interval, index) -> Interval:
@@ -60,8 +90,7 @@ def _blocks(x: Array, block: int) -> Array:
 def _levels(x: Interval) -> Interval:
     """Of blocks `[n, block, *rest]`, `[levels, n, *rest]`: level j unites `2**j` from each on."""
     n = x.lo.shape[0]
-    bits = None if x.residues is None else jnp.bitwise_or.reduce(x.residues, axis=1)
-    blocks = Interval(x.lo.min(1), x.hi.max(1), bits)
+    blocks = _hull(x, 1)
 
     def double(level, j):
         return union(level, _at(level, jnp.minimum(jnp.arange(n) + (1 << j), n - 1))), level
@@ -73,12 +102,12 @@ def read(x: Array, indices: Mapping[int, Interval]) -> Interval:
     """The values of `x` where the indices of some dimensions are intervals.
 
     Args:
-        x: an array of a dtype with an order.
-        indices: for a dimension, which elements take its place: in-range intervals of shape `[s]`.
-            Indices of several dimensions combine as a product.
+      x: an array of a dtype with an order.
+      indices: for a dimension, which elements take its place: in-range intervals of shape `[s]`.
+        Indices of several dimensions combine as a product.
 
     Returns:
-        An interval of the shape of `x`, with these dimensions replaced.
+      An interval of the shape of `x`, with these dimensions replaced.
     """
     out = point(x[None, None])
     for dim, index in indices.items():
@@ -169,5 +198,11 @@ def _dtype(x):
     return x.lo.dtype if isinstance(x, Interval) else x.dtype
 
 
-READS: dict = {lax.dynamic_slice_p: _dynamic_slice, lax.gather_p: _gather}
-"""The rules of the primitives that read an array at an index."""
+def _cond(which, *operands, branches, **_):
+    """Any branch may run, and may read."""
+    cases = [interpret(branch, RULES | READS, default=default)(*operands) for branch in branches]
+    return [RULES[lax.select_n_p](which, *outs) for outs in zip(*cases, strict=True)]
+
+
+READS: dict = {lax.dynamic_slice_p: _dynamic_slice, lax.gather_p: _gather, lax.cond_p: _cond}
+"""The rules of the primitives that read an array at an index, and of those that may."""

@@ -9,7 +9,8 @@ here block maps need no building and closures no rules.
 `flex_attention_p` computes the output and, of each row's scores, the maximum and the sum of the
 exponentials relative to it. Its derivative is a tile sum (`xform.primitives.tile_sum`), written
 down in `_jvp`; no order needs anything else. Log-sum-exp and sinks are ordinary JAX on these
-results.
+results, for which the maximum is a constant: that it cancels is exact. Asked for by name, it comes
+a second time, with its own derivative.
 """
 
 from __future__ import annotations
@@ -22,24 +23,20 @@ from typing import NamedTuple, TypedDict, Unpack, overload
 import jax
 import jax.numpy as jnp
 from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import ad, batching
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float
 
-from xform._compat import apply_primitive
-from xform.lowering import blockwise, reference
+from xform.lowering import blockwise, mosaic_gpu, reference
 from xform.lowering._dropout import threefry
 from xform.lowering._spec import Spec
-from xform.lowering._tile_fn import Attend, Jvp, base, log_sum
+from xform.lowering._tile_fn import COL, ROW, Attend, Jvp, Peak, base, log_sum
+from xform.primitives._choose import IMPLEMENTATIONS, Choice, Device, choose
 from xform.primitives._mods import take_apart
-from xform.primitives._rules import (
-    add_hidden_dim,
-    hidden_sizes,
-    join_axes,
-    lower_without_axes,
-    result_type,
-)
+from xform.primitives._rules import add_hidden_dim, broadcast_like, hidden_sizes, join_axes
+from xform.primitives._split import Layout, Layouts, splittable
 from xform.primitives.block_map import block_map
+from xform.primitives.masks import Mask
 from xform.primitives.tile_sum import tile_sum
 
 
@@ -49,13 +46,16 @@ class Aux(NamedTuple):
     Attributes:
       lse: natural log-sum-exp of the modified scores, sinks counted, `[B,T,H]`; minus infinity for
         a row with no key. Differentiable.
+      max: the largest modified score of each row, sinks not counted, `[B,T,H]`; minus infinity for
+        a row with no key. Differentiable: scores that tie share the gradient, as in `jnp.max`.
     """
 
     lse: Float[Array, "B T H"] | None = None
+    max: Float[Array, "B T H"] | None = None
 
 
-_AUX = ("lse",)
-_IMPLEMENTATIONS = (None, "blockwise", "reference")
+_AUX = ("lse", "max")
+_DTYPES = ("bfloat16", "float16", "float32", "float64")
 
 
 class _Options(TypedDict, total=False):
@@ -113,16 +113,18 @@ def flex_attention(
       dropout_rate: the probability, below 1, with which a weight is dropped.
       dropout_key: a PRNG key, where the rate is not 0. A weight's fate depends on the key and its
         own (b, h, q_idx, kv_idx), on nothing else.
-      aux: names of further results, a tuple of "lse".
+      aux: names of further results, a tuple of "lse" and "max".
       deterministic: whether a second run must give the same bits; False lets a lowering add in any
         order, if that is faster.
-      implementation: "blockwise" (any device), "reference" (dense, for tests), or None to choose.
+      implementation: "blockwise" (any device), "mosaic_gpu" (a kernel for NVIDIA's Hopper, forward
+        pass only), "reference" (dense, for tests), or None to choose: see `which`.
 
     Returns:
       The output in the dtype of q; with a non-empty `aux`, `(output, Aux)`.
 
     Raises:
       ValueError: on shapes, dtypes, mods or names that do not fit, all that is wrong at once.
+      NotImplementedError: if what was asked for by name can't run, with all reasons.
 
     >>> import jax, jax.numpy as jnp
     >>> from xform import causal, flex_attention
@@ -134,32 +136,85 @@ def flex_attention(
     """
     aux = (aux,) if isinstance(aux, str) else aux
     _check(q, k, v, sinks, dropout_rate, dropout_key, aux, implementation)
-    _check_mods(score_mod, mask_mod, scale)
+    _check_mods(score_mod, mask_mod, scale, (q.shape[0], q.shape[1], k.shape[1]))
     del deterministic  # the blockwise lowering adds in a fixed order in any case
-    attend = reference.attend if implementation == "reference" else _attend
-    out, lse = attend(
-        q, k, v, score_mod=score_mod, mask_mod=mask_mod,
-        scale=q.shape[-1] ** -0.5 if scale is None else scale,
+    scale = max(1, q.shape[-1]) ** -0.5 if scale is None else scale
+    size = v.shape[-1]
+    q, k, v = (jnp.pad(x, [*[(0, 0)] * 3, (0, 1)]) if x.shape[-1] == 0 else x for x in (q, k, v))
+    attend = reference.attend
+    if implementation != "reference":
+        attend = partial(_attend, implementation=implementation)
+    out, lse, *peak = attend(
+        q, k, v, score_mod=score_mod, mask_mod=mask_mod, scale=scale, peak="max" in aux,
         dropout_rate=float(dropout_rate), dropout_key=dropout_rate and _key_data(dropout_key),
     )  # fmt: skip
     if sinks is not None:
         out, lse = _with_sinks(out, lse, sinks)
-    return (out, Aux(lse=lse if "lse" in aux else None)) if aux else out
+    results = {"lse": lse, "max": peak[0] if peak else None}
+    out = out[..., :size]
+    return (out, Aux(**{name: results[name] for name in aux})) if aux else out
 
 
-def _attend(q, k, v, *, score_mod, mask_mod, scale, dropout_rate, dropout_key):
-    """Output and log-sum-exp, by the primitive."""
+def _attend(
+    q, k, v, *, score_mod, mask_mod, scale, dropout_rate, dropout_key, peak, implementation
+):
+    """Output, log-sum-exp and, with `peak`, the maximum, by the primitive."""
+    spec, captures, context = _traced(q, score_mod, mask_mod, scale, dropout_rate)
+    if implementation is not None:
+        choose(implementation, spec, q.shape, *v.shape[1::2], peak=peak, device=None)
+    context = (*context, dropout_key) if dropout_rate else context
+    out, top, total, *maximum = flex_attention_p.bind(
+        *join_axes((q, k, v, *captures, *context)),
+        spec=spec, hidden=0, dtype=spec.dtype, peak=peak, implementation=implementation,
+    )  # fmt: skip
+    return out, log_sum(top, total), *maximum[:1]
+
+
+def _traced(q, score_mod, mask_mod, scale, dropout_rate):
+    """The user's program, the arrays that its score reads, and those that masks and indices do."""
     if isinstance(scale, jax.Array):  # it may be traced, and has a gradient: a capture like others
-        score_mod, scale = partial(_scaled, score_mod, scale), 1.0
+        scaled = partial(_scaled, score_mod, scale)
+        score_mod, scale = functools.update_wrapper(scaled, score_mod or _scaled), 1.0
     mods = take_apart(score_mod, mask_mod, jnp.promote_types(q.dtype, jnp.float32))
     spec = Spec(
         float(scale), jnp.dtype(q.dtype),
         mods.score, mods.reads, mods.mask, mods.mask_dims, dropout_rate,
     )  # fmt: skip
-    context = (*mods.context, dropout_key) if dropout_rate else mods.context
-    args = join_axes((q, k, v, *mods.captures, *context))
-    out, top, total = flex_attention_p.bind(*args, spec=spec, hidden=0, dtype=spec.dtype)
-    return out, log_sum(top, total)
+    return spec, mods.captures, mods.context
+
+
+def which(
+    q: Array, k: Array, v: Array, *, aux: Sequence[str] = (), **options: Unpack[_Options]
+) -> Choice:
+    """Returns which implementation `flex_attention` of these arguments runs here, and why.
+
+    Args:
+      q, k, v: as for `flex_attention`; only shapes and dtypes count.
+      aux, **options: as for `flex_attention`.
+
+    Returns:
+      `(name, why)`: for the forward pass on the device where such arrays are put by default.
+
+    Raises:
+      NotImplementedError: if what was asked for by name can't run, with all reasons.
+
+    >>> import jax, jax.numpy as jnp
+    >>> from xform import which
+    >>> q, k, v = jnp.ones((3, 1, 64, 4, 16))
+    >>> which(q, k, v, implementation="blockwise")
+    Choice(name='blockwise', why='asked for by name')
+    """
+    scale = options.get("scale")
+    spec, *_ = _traced(
+        q, options.get("score_mod"), options.get("mask_mod"),
+        q.shape[-1] ** -0.5 if scale is None else scale, float(options.get("dropout_rate", 0.0)),
+    )  # fmt: skip
+    here = jax.devices()[0]
+    name = {"gpu": "cuda"}.get(here.platform, here.platform)
+    return choose(
+        options.get("implementation"), spec, q.shape, *v.shape[1::2], peak="max" in aux,
+        device=Device(name, getattr(here, "compute_capability", None)),
+    )  # fmt: skip
 
 
 def _key_data(key):
@@ -176,7 +231,7 @@ def _scaled(score_mod, scale, score, *index):
 
 def _with_sinks(out, lse, sinks):
     """Adds one logit without a value to every row's softmax."""
-    sinks = jnp.broadcast_to(sinks.astype(lse.dtype), lse.shape)
+    sinks = broadcast_like(sinks.astype(lse.dtype), lse)
     top = base(jax.lax.stop_gradient(jnp.maximum(lse, sinks)))
     keys = jnp.exp(lse - top)
     total = keys + jnp.exp(sinks - top)
@@ -194,60 +249,119 @@ def _split(args: Sequence, spec: Spec):
     return *args[:3], args[3:n], args[n:]
 
 
-def _structs(args, spec: Spec, hidden: int, dtype):
-    """Shapes and dtypes of the output, the maximum and the sum of each row."""
+def _structs(args, spec: Spec, hidden: int, dtype, peak: bool, **_):
+    """Of each row, shapes and dtypes of the output, the maximum and the sum.
+
+    With `peak`, the maximum once more, as a function of the operands, and the key that has it.
+    """
     q, v = args[0], args[2]
     rows = (*hidden_sizes(args, hidden), *q.shape[hidden:-1])
-    statistic = jax.ShapeDtypeStruct(rows, spec.wide)
-    return [jax.ShapeDtypeStruct((*rows, v.shape[-1]), dtype), statistic, statistic]
+    struct = jax.ShapeDtypeStruct
+    statistic = struct(rows, spec.wide)
+    structs = [struct((*rows, v.shape[-1]), dtype), statistic, statistic]
+    return [*structs, statistic, struct(rows, jnp.int32)] if peak else structs
 
 
-def _abstract(*args, spec, hidden, dtype):
-    return [result_type(s.shape, s.dtype, *args) for s in _structs(args, spec, hidden, dtype)]
+_QKV = ("`q`", ROW), ("`k`", COL), ("`v`", COL)
 
 
-def _impl(*args, spec, hidden, dtype):
+def _layouts(*args, spec, hidden, **params) -> Layouts:
+    kinds = (
+        ("`q`", ROW),
+        ("`k`", COL),
+        ("`v`", COL),
+        *[("a captured array", ())] * (len(args) - 3),
+    )
+    structs = _structs(args, spec, hidden, **params)
+    return Layouts(
+        tuple(Layout.of(*kind, x, hidden) for kind, x in zip(kinds, args, strict=True)),
+        tuple(Layout.of("a result", ROW, x, hidden) for x in structs),
+    )
+
+
+def _impl(*args, origin, outs, device, spec, hidden, dtype, peak, implementation):
     q, k, v, captures, context = _split(args, spec)
-    if 0 in (*q.shape, *k.shape, *v.shape, *hidden_sizes(args, hidden)):
-        structs = _structs(args, spec, hidden, dtype)
-        return [
-            jnp.full(s.shape, x, s.dtype) for s, x in zip(structs, (0, -jnp.inf, 0), strict=True)
-        ]
-    out, *statistics = blockwise.attend(spec, block_map, hidden, q, k, v, captures, context)
-    return [out.astype(dtype), *statistics]
+    if 0 in (*q.shape, *k.shape, *hidden_sizes(args, hidden)):
+        nothing = (0, -jnp.inf, 0, -jnp.inf, -1)
+        return [jnp.full(s.shape, x, s.dtype) for s, x in zip(outs, nothing, strict=False)]
+    chosen, _ = choose(
+        implementation, spec, q.shape, *v.shape[hidden + 1 :: 2], peak=peak, device=device
+    )
+    arrays = (hidden, q, k, v, captures, context)
+    if chosen == "mosaic_gpu":
+        return mosaic_gpu.attend(spec, block_map, *arrays, origin=origin, dtype=dtype)
+    out, top, total, *argmax = blockwise.attend(spec, block_map, *arrays, origin=origin, peak=peak)
+    return [out.astype(dtype), top, total, *((top, *argmax) if peak else ())]
 
 
-def _jvp(primals, tangents, *, spec, hidden, dtype):
-    """`out = A / L` at a fixed maximum (see `Attend`), so `d out = (dA - out dL) / L`.
+def _jvp(primals, tangents, *, spec, hidden, dtype, peak, implementation):
+    """`out = A / L` at a fixed maximum and a fixed `norm`, so `d out = (dA - out dL) / L`.
 
-    Transposed, with `do` the cotangent of the output, A gets `do / L` and L gets `-(out . do) /
-    L`, the "delta" of FlashAttention. The output is kept unrounded for it: at a narrow dtype its
-    rounding would be the largest error of every gradient.
+    L is 1 here, but has derivatives (see `Attend`). Transposed, with `do` the cotangent of the
+    output, A gets `do` and L gets `-(out . do)`, the "delta" of FlashAttention. The output is kept
+    unrounded for it: at a narrow dtype its rounding would be the largest error of every gradient.
     """
+    if implementation == "mosaic_gpu":
+        raise NotImplementedError(
+            '`implementation="mosaic_gpu"` has no derivatives yet. Leave the choice open with '
+            "`implementation=None`: the forward pass is the kernel all the same."
+        )
     q, k, v, captures, context = _split(primals, spec)
     dq, dk, dv, dcaptures, _ = _split(tangents, spec)
-    out, top, total = flex_attention_p.bind(*primals, spec=spec, hidden=hidden, dtype=spec.wide)
-    moving = (dq, None, dk, dv, *dcaptures)
+    out, top, total, *maximum = flex_attention_p.bind(
+        *primals,
+        spec=spec,
+        hidden=hidden,
+        dtype=spec.wide,
+        peak=peak,
+        implementation=implementation,
+    )
+    moving = (dq, None, None, dk, dv, *dcaptures)
     nonzero = tuple(t is not None and type(t) is not ad.Zero for t in moving)
-    operands = [q, top, k, v, *captures, *(t for t, z in zip(moving, nonzero, strict=True) if z)]
-    d_sum, d_total = tile_sum(
-        Jvp(Attend(spec), nonzero), operands, context, hidden=hidden,
-        outs=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (out, total)],
+    fixed = jax.lax.stop_gradient(total)
+    norm = blockwise.inverse(fixed)
+    operands = [q, top, norm, k, v, *captures]
+    d_sum, d_one = tile_sum(
+        Jvp(Attend(spec), nonzero),
+        [*operands, *(t for t, z in zip(moving, nonzero, strict=True) if z)], context,
+        hidden=hidden, outs=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (out, total)],
     )  # fmt: skip
-    d_out = (d_sum - d_total[..., None] * out) * blockwise.inverse(total)[..., None]
-    return [out.astype(dtype), top, total], [d_out.astype(dtype), ad.Zero(jax.typeof(top)), d_total]
+    d_out = (d_sum - d_one[..., None] * out) * blockwise.inverse(total * norm)[..., None]
+    d_total = d_one * fixed
+    values = [out.astype(dtype), top, total, *maximum]
+    derivatives = [d_out.astype(dtype), ad.Zero(jax.typeof(top)), d_total]
+    if peak:
+        argmax = maximum[1]
+        d_max = _d_max(primals, tangents, top, argmax, spec=spec, hidden=hidden)
+        derivatives += [d_max, ad.Zero(jax.typeof(argmax).to_tangent_aval())]
+    return values, derivatives
+
+
+def _d_max(primals, tangents, top, argmax, *, spec, hidden):
+    """The mean of the derivatives of the scores that are the maximum (see `Peak`)."""
+    q, k, _, captures, context = _split(primals, spec)
+    dq, dk, _, dcaptures, _ = _split(tangents, spec)
+    moving = (dq, None, None, dk, *dcaptures)
+    nonzero = tuple(t is not None and type(t) is not ad.Zero for t in moving)
+    if not any(nonzero):
+        return ad.Zero(jax.typeof(top))
+    operands = [q, top, argmax, k, *captures]
+    run = partial(tile_sum, context=context, hidden=hidden, outs=[jax.typeof(top)] * 2)
+    _, number = run(Peak(spec), [jax.lax.stop_gradient(x) for x in operands])
+    tangents = [t for t, z in zip(moving, nonzero, strict=True) if z]
+    d_sum, _ = run(Jvp(Peak(spec), nonzero), [*operands, *tangents])
+    return d_sum * blockwise.inverse(number)
 
 
 def _batch(args, dims, *, hidden, **params):
     args, _ = add_hidden_dim(args, dims)
-    return flex_attention_p.bind(*args, hidden=hidden + 1, **params), [0, 0, 0]
+    results = flex_attention_p.bind(*args, hidden=hidden + 1, **params)
+    return results, [0] * len(results)
 
 
-flex_attention_p.def_impl(partial(apply_primitive, flex_attention_p))
-flex_attention_p.def_abstract_eval(_abstract)
+splittable(flex_attention_p, _layouts, _impl)
 ad.primitive_jvps[flex_attention_p] = _jvp
 batching.primitive_batchers[flex_attention_p] = _batch
-mlir.register_lowering(flex_attention_p, lower_without_axes(_impl))
 
 
 def _check(q, k, v, sinks, dropout_rate, dropout_key, aux, implementation) -> None:
@@ -258,10 +372,12 @@ def _check(q, k, v, sinks, dropout_rate, dropout_key, aux, implementation) -> No
             wrong.append(
                 f"`{name}` has shape {x.shape}; needed are 4 dimensions, [B, length, heads, size]"
             )
-        if not jnp.issubdtype(x.dtype, jnp.floating):
-            wrong.append(f"`{name}` has dtype {x.dtype}; needed is a floating-point dtype")
+        if x.dtype not in _DTYPES:
+            wrong.append(f"`{name}` has dtype {x.dtype}; needed is one of {', '.join(_DTYPES)}")
     if not wrong:
         wrong += _misfits(q, k, v, sinks)
+    if isinstance(dropout_rate, jax.Array):
+        raise ValueError("flex_attention: `dropout_rate` is an array; needed is a Python number.")
     if not 0 <= dropout_rate < 1:
         wrong.append(f"`dropout_rate` is {dropout_rate}; needed is a probability below 1")
     if dropout_rate and dropout_key is None:
@@ -270,13 +386,13 @@ def _check(q, k, v, sinks, dropout_rate, dropout_key, aux, implementation) -> No
         wrong.append(f"`dropout_key` has shape {dropout_key.shape}; needed is one key")
     if unknown := [name for name in aux if name not in _AUX]:
         wrong.append(f"`aux` asks for {unknown}; there is {list(_AUX)}")
-    if implementation not in _IMPLEMENTATIONS:
-        wrong.append(f"`implementation` is {implementation!r}; there is {list(_IMPLEMENTATIONS)}")
+    if implementation not in IMPLEMENTATIONS:
+        wrong.append(f"`implementation` is {implementation!r}; there is {list(IMPLEMENTATIONS)}")
     if wrong:
         raise ValueError("flex_attention: " + "; ".join(wrong) + ".")
 
 
-def _check_mods(score_mod, mask_mod, scale) -> None:
+def _check_mods(score_mod, mask_mod, scale, shape: tuple[int, int, int]) -> None:
     for name, mod in (("score_mod", score_mod), ("mask_mod", mask_mod)):
         if isinstance(mod, type):
             raise TypeError(f"`{name}` is the class `{mod.__name__}`: call it, `{mod.__name__}()`.")
@@ -285,6 +401,8 @@ def _check_mods(score_mod, mask_mod, scale) -> None:
                 f"`{name}` must be a function of scalars, found {type(mod).__name__}. Of an array, "
                 "make one: `lambda b, h, q_idx, kv_idx: array[q_idx, kv_idx]`."
             )
+    if isinstance(mask_mod, Mask) and (wrong := mask_mod.misfits(*shape)):
+        raise ValueError(f"flex_attention: {'; '.join(wrong)}.")
     if scale is not None and jnp.shape(scale):
         raise ValueError(f"`scale` must be a scalar, found shape {jnp.shape(scale)}.")
 
@@ -307,4 +425,6 @@ def _misfits(q, k, v, sinks) -> list[str]:
         wrong.append(f"{h} query heads are no multiple of {kv} key/value heads")
     if sinks is not None and sinks.shape != (h,):
         wrong.append(f"`sinks` has shape {sinks.shape}; needed is one per query head, ({h},)")
+    if sinks is not None and not jnp.issubdtype(sinks.dtype, jnp.floating):
+        wrong.append(f"`sinks` has dtype {sinks.dtype}; needed is a floating-point dtype")
     return wrong

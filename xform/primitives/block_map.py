@@ -6,7 +6,7 @@ is `EMPTY` if the mask is False at all of its pairs, `FULL` if True at all, else
 always safe, and exact for masks made of comparisons of indices and ids.
 
 A value that depends on rows alone or on columns alone is computed once. What mixes the two is
-computed for 64 rows of tiles at a time, so that only the map itself has as many elements as tiles.
+computed for some rows of tiles at a time, so that only the map has as many elements as tiles.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,12 +23,13 @@ from xform.lowering._spec import EMPTY, FULL, PARTIAL
 from xform.primitives._intervals import RULES, Interval, default, interval
 from xform.primitives._reads import READS
 
-_ROWS = 64
+# Tiles at a time, and the rows of tiles that there are at least among them.
+_TILES, _ROWS = 2**18, 64
 
 
 def block_map(
     mask: Jaxpr | None,
-    captures: Sequence[Array],
+    captures: Sequence[Array | Interval],
     *,
     b: Array | int,
     h: Array | int,
@@ -44,16 +45,16 @@ def block_map(
     most `PARTIAL`; what the mask says out there has no influence.
 
     Args:
-        mask: a jaxpr without constants, `(b, h, q_idx, kv_idx, *captures) -> bool`, all but the
-            captures int32 scalars; None hides nothing.
-        captures: the arrays that the mask reads.
-        b, h: the batch and head, scalars.
-        q_len, kv_len: how many queries and keys there are; may be 0.
-        q_tile, kv_tile: how many of each make a tile.
+      mask: a jaxpr without constants, `(b, h, q_idx, kv_idx, *captures) -> bool`, all but the
+        captures int32 scalars; None hides nothing.
+      captures: the arrays that the mask reads; an interval for one whose content is not known.
+      b, h: the batch and head, scalars.
+      q_len, kv_len: how many queries and keys there are; may be 0.
+      q_tile, kv_tile: how many of each make a tile.
 
     Returns:
-        `EMPTY`, `PARTIAL` or `FULL` of each of the `ceil(q_len / q_tile)` by
-        `ceil(kv_len / kv_tile)` tiles.
+      `EMPTY`, `PARTIAL` or `FULL` of each of the `ceil(q_len / q_tile)` by
+      `ceil(kv_len / kv_tile)` tiles.
 
     >>> i = jnp.int32(0)
     >>> causal = jax.make_jaxpr(lambda b, h, q, k: q >= k)(i, i, i, i)
@@ -63,7 +64,7 @@ def block_map(
     rows, cols = -(-q_len // q_tile), -(-kv_len // kv_tile)
     if rows == 0 or cols == 0:
         return jnp.zeros((rows, cols), jnp.int8)
-    chunk = min(rows, _ROWS)
+    chunk = min(rows, max(_ROWS, _TILES // cols))
     chunks = -(-rows // chunk)
     q, q_whole = _indices(chunks * chunk, q_tile, q_len, (-1, 1))
     k, k_whole = _indices(cols, kv_tile, kv_len, (1, -1))
@@ -82,6 +83,8 @@ def block_map(
         code = jnp.where(full, FULL, jnp.where(seen.hi, PARTIAL, EMPTY))
         return jnp.broadcast_to(code, (chunk, cols)).astype(jnp.int8)
 
+    if chunks == 1:
+        return some_rows(0)
     return lax.map(some_rows, jnp.arange(chunks)).reshape(-1, cols)[:rows]
 
 

@@ -32,18 +32,12 @@ from jax.interpreters import ad, batching
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Integer
 
-from xform._compat import apply_primitive, varying_axes
+from xform._compat import varying_axes
 from xform.lowering import chunked, reference
 from xform.lowering._loss_fn import IGNORED, Chunks, CrossEntropy, LossSpec, RowGradients
 from xform.lowering._tile_fn import Jvp, base, log_sum
-from xform.primitives._auto import axis_names, local_rows
-from xform.primitives._rules import (
-    add_hidden_dim,
-    hidden_sizes,
-    join_axes,
-    register_by_platform,
-    result_type,
-)
+from xform.primitives._auto import axis_names, local_rows, register
+from xform.primitives._rules import add_hidden_dim, hidden_sizes, join_axes
 from xform.primitives.tile_sum import tile_sum
 
 _IMPLEMENTATIONS = (None, "chunked", "reference")
@@ -220,17 +214,13 @@ linear_cross_entropy_p = Primitive("linear_cross_entropy")
 linear_cross_entropy_p.multiple_results = True
 
 
-def _structs(args, spec: LossSpec, hidden: int, rows):
+def _structs(*args, spec: LossSpec, hidden: int, rows):
     """Of each token: the largest other logit, the sums and, with `rows`, their gradients for h."""
     shape = (*hidden_sizes(args, hidden), *args[-1].shape[hidden:])
     sums = len(CrossEntropy(spec).results)
     gradient = jax.ShapeDtypeStruct((*shape, args[0].shape[-1]), rows or spec.dtype)
     vectors = 0 if rows is None else sums
     return [jax.ShapeDtypeStruct(shape, spec.wide)] * (1 + sums) + [gradient] * vectors
-
-
-def _abstract(*args, spec, hidden, rows):
-    return [result_type(s.shape, s.dtype, *args) for s in _structs(args, spec, hidden, rows)]
 
 
 def _impl(*args, spec, hidden, rows, platform, auto):
@@ -242,7 +232,7 @@ def _impl(*args, spec, hidden, rows, platform, auto):
         return forward(*args)
     tokens, shared = range(hidden, hidden + spec.token_dims), range(0)
     ins = [tokens, *(shared for _ in args[1:-1]), tokens]
-    outs = [tokens for _ in _structs(args, spec, hidden, rows)]
+    outs = [tokens for _ in _structs(*args, spec=spec, hidden=hidden, rows=rows)]
     return local_rows(forward, ins, outs)(*args)
 
 
@@ -291,11 +281,9 @@ def _batch(args, dims, *, hidden, **params):
     return results, [0] * len(results)
 
 
-linear_cross_entropy_p.def_impl(partial(apply_primitive, linear_cross_entropy_p))
-linear_cross_entropy_p.def_abstract_eval(_abstract)
+register(linear_cross_entropy_p, _structs, _impl)
 ad.primitive_jvps[linear_cross_entropy_p] = _jvp
 batching.primitive_batchers[linear_cross_entropy_p] = _batch
-register_by_platform(linear_cross_entropy_p, _impl)
 
 
 def _check(hidden, weight, labels, bias, vocab_dim, vocab_axis, implementation) -> None:

@@ -39,6 +39,12 @@ class Mask:
     def __call__(self, b, h, q_idx, kv_idx) -> ArrayLike:
         raise NotImplementedError(f"`{type(self).__name__}` is a mask without a `__call__`.")
 
+    def misfits(self, batch: int, queries: int, keys: int) -> list[str]:
+        """Returns in words which arrays of the mask are not made for attention of this shape."""
+        parts = [getattr(self, f.name) for f in fields(self)]  # pyright: ignore[reportArgumentType]
+        masks = [part for part in parts if isinstance(part, Mask)]
+        return [words for mask in masks for words in mask.misfits(batch, queries, keys)]
+
     def __and__(self, other: MaskMod) -> "Mask":
         return _and(self, _as_mask(other))
 
@@ -160,6 +166,9 @@ class prefix(Mask):
     def __call__(self, b, h, q_idx, kv_idx):
         return kv_idx < _of_batch("prefix(n)", self.n, b, 0)
 
+    def misfits(self, batch, queries, keys):
+        return _misfits("prefix(n)", self.n, [batch][: np.ndim(self.n)])
+
 
 @_mask
 class documents(Mask):
@@ -185,6 +194,18 @@ class documents(Mask):
         kv_ids = ids if self.kv_ids is None else _of_batch("documents(kv_ids)", self.kv_ids, b, 1)
         return ids[q_idx] == kv_ids[kv_idx]
 
+    def misfits(self, batch, queries, keys):
+        shape = lambda ids, length: [batch, length][2 - np.ndim(ids) :]
+        wrong = _misfits("documents(ids)", self.ids, shape(self.ids, queries))
+        if self.kv_ids is not None:
+            wrong += _misfits("documents(kv_ids)", self.kv_ids, shape(self.kv_ids, keys))
+        elif queries != keys:
+            wrong.append(
+                f"`documents(ids)` takes the ids of {queries} queries for those of {keys} keys: "
+                "give it `kv_ids` too"
+            )
+        return wrong
+
 
 def _of_batch(name: str, x: ArrayLike, b, ndim: int):
     """What sequence `b` has of an array that may lead with a batch dimension."""
@@ -196,6 +217,12 @@ def _of_batch(name: str, x: ArrayLike, b, ndim: int):
             "dimensions first."
         )
     return x[b] if x.ndim > ndim else x
+
+
+def _misfits(name: str, x: ArrayLike, shape: list[int]) -> list[str]:
+    found = list(np.shape(x))
+    right = len(found) != len(shape) or found == shape  # other dimensions are refused when called
+    return [] if right else [f"`{name}` has shape {found}; with these q and k it needs {shape}"]
 
 
 # ---- Combinations -------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""`tile_sum_p`: sums over tiles, closed under every order of derivative.
+"""`tile_sum_p`, `loss_sum_p`: sums over tiles, closed under every order of derivative.
 
 A tile sum evaluates `sum_j f(row_i, col_j, shared)` for all rows i, and the sums over i that
 belong to columns, and the sums over both that belong to shared arrays, without ever holding more
@@ -8,8 +8,11 @@ column, shared to shared). So one jvp rule and one transpose rule serve reverse 
 and all their compositions, at fused memory.
 
 The functions are terms of `xform.lowering._tile_fn`; `hidden` counts the leading dimensions that
-vmap has added, in which every operand has its full size or 1. How arrays are laid out, and which
-lowering walks them, is the business of the function's spec: `_LOWERINGS` has one for each kind.
+vmap has added, in which every operand has its full size or 1.
+
+How arrays are laid out, how a mesh may split them and which lowering walks them is the business of
+the function's spec. So there are two primitives, `tile_sum_p` for attention and `loss_sum_p` for
+linear cross entropy, whose derivatives are the same.
 """
 
 from __future__ import annotations
@@ -22,19 +25,13 @@ import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching
 
-from xform._compat import apply_primitive
 from xform.lowering import blockwise, chunked
 from xform.lowering._loss_fn import LossSpec
 from xform.lowering._spec import Spec
 from xform.lowering._tile_fn import COL, ROW, Jvp, TileFn, Transpose, merge
-from xform.primitives._auto import local_rows
-from xform.primitives._rules import (
-    add_hidden_dim,
-    hidden_sizes,
-    join_axes,
-    register_by_platform,
-    result_type,
-)
+from xform.primitives._auto import local_rows, register
+from xform.primitives._rules import add_hidden_dim, hidden_sizes, join_axes
+from xform.primitives._split import Layout, Layouts, splittable
 from xform.primitives.block_map import block_map
 
 
@@ -57,11 +54,14 @@ def tile_sum(
     """
     outs = tuple((tuple(o.shape), jnp.dtype(o.dtype)) for o in outs)
     args = join_axes((*operands, *context))
-    return tile_sum_p.bind(*args, fn=fn, hidden=hidden, outs=outs)
+    return _PRIMITIVES[type(fn.spec)].bind(*args, fn=fn, hidden=hidden, outs=outs)
 
 
 tile_sum_p = Primitive("tile_sum")
-tile_sum_p.multiple_results = True
+loss_sum_p = Primitive("loss_sum")
+tile_sum_p.multiple_results = loss_sum_p.multiple_results = True
+
+_PRIMITIVES = {Spec: tile_sum_p, LossSpec: loss_sum_p}
 
 
 def _split(args: Sequence, fn: TileFn) -> tuple[Sequence, Sequence]:
@@ -70,40 +70,36 @@ def _split(args: Sequence, fn: TileFn) -> tuple[Sequence, Sequence]:
     return args[:n], args[n:]
 
 
-def _abstract(*args, fn, hidden, outs):
-    del fn, hidden
-    return [result_type(shape, dtype, *args) for shape, dtype in outs]
+def _layouts(*args, fn, hidden, outs) -> Layouts:
+    operands, context = _split(args, fn)
+    labels = {ROW: "an array of queries or their derivatives", COL: "an array of keys or values"}
+    of = lambda kind, x: Layout.of(labels.get(kind, "a captured array"), kind, x, hidden)
+    inputs = zip((*fn.operands, *[()] * len(context)), (*operands, *context), strict=True)
+    results = zip(fn.results, _structs(outs), strict=True)
+    return Layouts(tuple(of(*x) for x in inputs), tuple(of(*x) for x in results))
 
 
-def _impl(*args, fn, hidden, outs, platform, auto):
-    return _LOWERINGS[type(fn.spec)](fn, hidden, _structs(outs), args, platform, auto)
-
-
-def _attention(fn, hidden, structs, args, platform, auto):
-    """The tile sums of attention; over no row or no column, zeros."""
-    del platform, auto
+def _impl(*args, origin, outs, device, fn, hidden):
+    del device  # one lowering for all
     operands, context = _split(args, fn)
     sides = [x for x, kind in zip(operands, fn.operands, strict=True) if kind in (ROW, COL)]
     if 0 in hidden_sizes(args, hidden) or any(0 in x.shape for x in sides):
-        return [jnp.zeros(s.shape, s.dtype) for s in structs]
-    return blockwise.tile_sum(fn, block_map, hidden, structs, operands, context)
+        return [jnp.zeros(s.shape, s.dtype) for s in outs]
+    return blockwise.tile_sum(fn, block_map, hidden, outs, operands, context, origin=origin)
 
 
-def _cross_entropy(fn, hidden, structs, args, platform, auto):
+def _loss_impl(*args, fn, hidden, outs, platform, auto):
     """The tile sums of linear cross entropy, by tokens where the partitioner splits them."""
 
     def whole(*args):
-        return chunked.tile_sum(fn, hidden, structs, *_split(args, fn), platform)
+        return chunked.tile_sum(fn, hidden, _structs(outs), *_split(args, fn), platform)
 
     if not (auto and fn.spec.token_dims):
         return whole(*args)
     tokens, shared = range(hidden, hidden + fn.spec.token_dims), range(0)
     rows = lambda kinds: [tokens if kind == ROW else shared for kind in kinds]
-    ins, outs = rows((*fn.operands, ROW)), rows(fn.results)
-    return local_rows(whole, ins, outs)(*args)
-
-
-_LOWERINGS = {Spec: _attention, LossSpec: _cross_entropy}
+    ins, results = rows((*fn.operands, ROW)), rows(fn.results)
+    return local_rows(whole, ins, results)(*args)
 
 
 def _jvp(primals, tangents, *, fn, hidden, outs):
@@ -120,9 +116,7 @@ def _transpose(cts, *args, fn, hidden, outs):
     linear = tuple(ad.is_undefined_primal(x) for x in operands)
     avals = [x.aval for x, z in zip(operands, linear, strict=True) if z]
     known = [x for x, z in zip(operands, linear, strict=True) if not z]
-    cts = [
-        jnp.zeros(*out) if type(ct) is ad.Zero else ct for ct, out in zip(cts, outs, strict=True)
-    ]
+    cts = [ad.instantiate_zeros(ct) for ct in cts]
     kinds = [k for k, z in zip(fn.operands, linear, strict=True) if z]
     shapes = tuple(fn.spec.tail(k, a.shape[hidden:]) for a, k in zip(avals, kinds, strict=True))
     fn = Transpose(fn, linear, shapes)
@@ -133,7 +127,7 @@ def _transpose(cts, *args, fn, hidden, outs):
 def _batch(args, dims, *, fn, hidden, outs):
     args, size = add_hidden_dim(args, dims)
     outs = tuple(((size, *shape), dtype) for shape, dtype in outs)
-    results = tile_sum_p.bind(*args, fn=fn, hidden=hidden + 1, outs=outs)
+    results = _PRIMITIVES[type(fn.spec)].bind(*args, fn=fn, hidden=hidden + 1, outs=outs)
     return results, [0] * len(results)
 
 
@@ -141,9 +135,9 @@ def _structs(outs):
     return [jax.ShapeDtypeStruct(*out) for out in outs]
 
 
-tile_sum_p.def_impl(partial(apply_primitive, tile_sum_p))
-tile_sum_p.def_abstract_eval(_abstract)
-ad.primitive_jvps[tile_sum_p] = _jvp
-ad.primitive_transposes[tile_sum_p] = _transpose
-batching.primitive_batchers[tile_sum_p] = _batch
-register_by_platform(tile_sum_p, _impl)
+splittable(tile_sum_p, _layouts, _impl)
+register(loss_sum_p, lambda *_, outs, **params: _structs(outs), _loss_impl)
+for primitive in _PRIMITIVES.values():
+    ad.primitive_jvps[primitive] = _jvp
+    ad.primitive_transposes[primitive] = _transpose
+    batching.primitive_batchers[primitive] = _batch

@@ -103,12 +103,17 @@ def make_mesh(
       devices: The devices, all of which are used; `jax.devices()` by default.
 
     Raises:
-      ValueError: A size is below 1, or the sizes don't multiply to the number of devices.
+      ValueError: A size is below 1, the sizes don't multiply to the number of devices, or there
+        is none.
 
     >>> make_mesh(dp=1, tp=1, devices=jax.devices()[:1]).axis_names
     ('dp', 'tp')
     """
     devices = list(jax.devices() if devices is None else devices)
+    if not devices:
+        raise ValueError(
+            "`make_mesh` found devices=[]: leave it out to take all, or name at least one"
+        )
     given = zip(AXES, (dp, pp, cp, tp), strict=True)
     sizes = {axis: size for axis, size in given if size is not None}
     if not sizes or min(sizes.values()) < 1:
@@ -152,11 +157,17 @@ def check_divisible(mesh: Mesh, **by_axis: Mapping[str, int]) -> None:
       **by_axis: For each axis, the quantities that it splits, under the user's names for them.
 
     Raises:
-      ValueError: Lists every quantity that doesn't divide, and the sizes that each axis may have.
+      ValueError: Lists every quantity that doesn't divide, and the sizes that each axis may have;
+        or every axis that the mesh doesn't have.
 
     >>> mesh = make_mesh(dp=1, tp=1, devices=jax.devices()[:1])
     >>> check_divisible(mesh, dp={"batch": 8}, tp={"heads": 4, "kv_heads": 2})
     """
+    if unknown := [axis for axis in by_axis if axis not in mesh.shape]:
+        raise ValueError(
+            f"`check_divisible` was asked about {', '.join(unknown)}, and the mesh has "
+            f"{_shape(mesh.shape)}: name its axes, or give `make_mesh` a size for the missing ones."
+        )
     offenders = [
         f"{name}={size} is not a multiple of {axis}={mesh.shape[axis]}"
         for axis, sizes in by_axis.items()

@@ -9,10 +9,11 @@ loader state.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from functools import lru_cache
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
-from jaxtyping import Int, Int32
+from jaxtyping import Int, Int32, Integer
 
 NO_LABEL = -1
 
@@ -29,6 +30,24 @@ class Rows(NamedTuple):
     tokens: Int32[np.ndarray, "rows length"]
     ids: Int32[np.ndarray, "rows length"]
     labels: Int32[np.ndarray, "rows length"]
+
+    def take(self, chosen: Int[np.ndarray, "some"]) -> "Rows":
+        """Returns the chosen rows."""
+        return Rows(*(x[chosen] for x in self))
+
+
+@runtime_checkable
+class Source(Protocol):
+    """Rows to draw from: `Rows` in memory, or `TokenRows` in a file."""
+
+    @property
+    def tokens(self) -> Integer[np.ndarray, "rows length"]:
+        """The tokens of all rows."""
+        ...
+
+    def take(self, chosen: Int[np.ndarray, "some"]) -> Rows:
+        """Returns the chosen rows."""
+        ...
 
 
 def encode(text: str | bytes) -> Int32[np.ndarray, "size"]:
@@ -88,7 +107,7 @@ def pack(documents: Sequence[Int[np.ndarray, "_"]], length: int, *, multiple: in
     return Rows(*(x.reshape(-1, length) for x in (tokens, ids, labels)))
 
 
-def batch(rows: Rows, step: int, *, size: int, seed: int) -> Rows:
+def batch(rows: Source, step: int, *, size: int, seed: int) -> Rows:
     """Returns the rows of one step, drawn anew for each epoch without repeats.
 
     Rows that are too few for a last batch are left out of their epoch.
@@ -106,13 +125,17 @@ def batch(rows: Rows, step: int, *, size: int, seed: int) -> Rows:
     >>> [batch(rows, step, size=2, seed=0).tokens[:, 0].tolist() for step in range(4)]
     [[6, 4], [10, 8], [0, 2], [2, 8]]
     """
-    per_epoch = len(rows.tokens) // size
-    if not per_epoch:
+    count = len(rows.tokens)
+    if not count // size:
         raise ValueError(
-            f"`batch` needs at least size={size} rows, found {len(rows.tokens)}: "
+            f"`batch` needs at least size={size} rows, found {count}: "
             "use more text, shorter rows or smaller batches"
         )
-    epoch, index = divmod(step, per_epoch)
-    order = np.random.default_rng((seed, epoch)).permutation(len(rows.tokens))
-    chosen = order[index * size : (index + 1) * size]
-    return Rows(*(x[chosen] for x in rows))
+    epoch, index = divmod(step, count // size)
+    return rows.take(_order(count, seed, epoch)[index * size : (index + 1) * size])
+
+
+@lru_cache(maxsize=1)
+def _order(count: int, seed: int, epoch: int) -> Int[np.ndarray, "count"]:
+    """The order of an epoch's rows; of millions of them it takes longer to draw than a step."""
+    return np.random.default_rng((seed, epoch)).permutation(count)

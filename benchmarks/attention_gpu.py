@@ -1,0 +1,326 @@
+"""Attention on one GPU: `xform.flex_attention` beside cuDNN, tokamax and PyTorch, in one run.
+
+    python3 benchmarks/attention_gpu.py                      # the table
+    python3 benchmarks/attention_gpu.py --json times.json    # and the numbers
+    python3 benchmarks/attention_gpu.py --picture times.json # a picture of them, on any machine
+
+One process; a peer that can't be imported is left out, and said so. All get the same random numbers
+in their own layout. Peers take turns, so that all meet the same clock and heat: a time is the
+median over rounds of calls in flight, wall time by count, which is the time of the device. Block
+maps that depend on arrays (documents) are made inside every call of ours; PyTorch's beforehand.
+
+TFLOP/s count the two products, 4·B·T·S·H·D, half of it where the mask is causal, whatever a mask
+spares beyond that: so compare them along a row.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import platform
+import subprocess
+import sys
+import time
+import types
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from statistics import median
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+ROUNDS, MILLISECONDS = 9, 25
+WINDOW, DOCUMENT, PREFIX, RADIUS, CAP = 1024, 1500, 2048, 6, 30.0
+SIDE = 128  # of the image of a neighborhood, 16,384 pixels
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row of the table: B, T = S, H, K, D = V, a mask and a score."""
+
+    name: str
+    b: int
+    t: int
+    h: int
+    kv: int
+    d: int
+    mask: str = "causal"
+    score: str = ""
+
+    @property
+    def flops(self) -> float:
+        return 4 * self.b * self.t**2 * self.h * self.d * (1 if self.mask == "full" else 0.5)
+
+
+SHAPES = [
+    Row("hd128 4k full", 4, 4096, 16, 16, 128, "full"),
+    Row("hd128 4k causal", 4, 4096, 16, 16, 128),
+    Row("hd128 16k causal", 1, 16384, 16, 16, 128),
+    Row("hd64 4k causal", 4, 4096, 32, 32, 64),
+    Row("hd256 4k causal", 4, 4096, 8, 8, 256),
+    Row("GQA 32/8 8k causal", 2, 8192, 32, 8, 128),
+]
+MODS = [
+    Row(f"hd128 16k {name}", 1, 16384, 16, 16, 128, mask, score)
+    for name, mask, score in (
+        ("causal + soft cap", "causal", "cap"), ("causal + ALiBi", "causal", "alibi"),
+        ("causal + bias table", "causal", "table"), ("window 1,024", "window", ""),
+        ("documents of 1,500", "documents", ""), ("prefix 2,048", "prefix", ""),
+        ("neighborhood 13 x 13", "neighborhood", ""),
+    )
+]  # fmt: skip
+
+
+def mask_of(name: str, ids) -> Callable | None:
+    """A mask as a function of scalars, for any library; `ids` are the documents of tokens."""
+    return {
+        "full": None,
+        "causal": lambda b, h, q, k: q >= k,
+        "window": lambda b, h, q, k: (q >= k) & (q - k < WINDOW),
+        "documents": lambda b, h, q, k: (q >= k) & (ids[q] == ids[k]),
+        "prefix": lambda b, h, q, k: (q >= k) | (k < PREFIX),
+        # Two-sided bounds: PyTorch's kernel with `abs` here is miscompiled by CUDA 13.
+        "neighborhood": lambda b, h, q, k: (
+            (q // SIDE - k // SIDE <= RADIUS) & (k // SIDE - q // SIDE <= RADIUS)
+            & (q % SIDE - k % SIDE <= RADIUS) & (k % SIDE - q % SIDE <= RADIUS)
+        ),
+    }[name]  # fmt: skip
+
+
+def score_of(name: str, tanh: Callable, slopes, table, length: int) -> Callable | None:
+    """A score as a function of scalars, for any library."""
+    return {
+        "": None,
+        "cap": lambda s, b, h, q, k: CAP * tanh(s / CAP),
+        "alibi": lambda s, b, h, q, k: s - slopes[h] * (q - k),
+        "table": lambda s, b, h, q, k: s + table[h, q - k + length],
+    }[name]
+
+
+# ---- peers: `peer(row) -> call`, or None where it has no such thing ------------------------------
+
+
+def jax_inputs(row: Row):
+    import jax
+    import jax.numpy as jnp
+
+    kq, kk, kv, kt = jax.random.split(jax.random.key(0), 4)
+    of = lambda key, h: jax.random.normal(key, (row.b, row.t, h, row.d), jnp.bfloat16)
+    slopes = 2.0 ** (-8 * jnp.arange(1, row.h + 1) / row.h)
+    table = jax.random.normal(kt, (row.h, 2 * row.t))
+    return (of(kq, row.h), of(kk, row.kv), of(kv, row.kv)), slopes, table
+
+
+def in_jax(f: Callable, *args) -> Callable:
+    import jax
+
+    compiled = jax.jit(f).lower(*args).compile()
+    return lambda: compiled(*args)
+
+
+def xform(row: Row) -> Callable:
+    import jax.numpy as jnp
+
+    from xform import flex_attention
+
+    (q, k, v), slopes, table = jax_inputs(row)
+
+    def attend(q, k, v, slopes, table, ids):
+        score = score_of(row.score, jnp.tanh, slopes, table, row.t)
+        return flex_attention(q, k, v, score_mod=score, mask_mod=mask_of(row.mask, ids))
+
+    return in_jax(attend, q, k, v, slopes, table, jnp.arange(row.t) // DOCUMENT)
+
+
+def cudnn_jax(row: Row) -> Callable | None:
+    import jax
+
+    if row not in SHAPES:
+        return None
+    causal = row.mask == "causal"
+    f = partial(jax.nn.dot_product_attention, is_causal=causal, implementation="cudnn")
+    return in_jax(f, *jax_inputs(row)[0])
+
+
+def tokamax(row: Row) -> Callable | None:
+    if row not in SHAPES:
+        return None
+    for name in ("xprof", "xprof.cli", "xprof.cli.tools"):  # a profiler that it imports
+        module = types.ModuleType(name)
+        module.__path__, module.get_kernel_stats_tool = [], None
+        sys.modules.setdefault(name, module)
+    from tokamax import dot_product_attention
+
+    causal = row.mask == "causal"
+    f = partial(dot_product_attention, is_causal=causal, implementation="mosaic_gpu")
+    return in_jax(f, *jax_inputs(row)[0])
+
+
+def torch_inputs(row: Row):
+    import numpy as np
+    import torch
+
+    arrays, slopes, table = jax_inputs(row)
+    put = lambda a: torch.from_numpy(np.array(a, np.float32)).cuda()
+    heads = [put(a).to(torch.bfloat16).transpose(1, 2).contiguous() for a in arrays]
+    return heads, put(slopes), put(table)
+
+
+def cudnn_torch(row: Row) -> Callable | None:
+    if row not in SHAPES:
+        return None
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+    from torch.nn.functional import scaled_dot_product_attention
+
+    (q, k, v), *_ = torch_inputs(row)
+
+    def call():
+        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+            return scaled_dot_product_attention(
+                q, k, v, is_causal=row.mask == "causal", enable_gqa=row.h != row.kv
+            )
+
+    return call
+
+
+def flex_torch(row: Row) -> Callable:
+    import torch
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    (q, k, v), slopes, table = torch_inputs(row)
+    ids = torch.arange(row.t, device="cuda") // DOCUMENT
+    torch._dynamo.reset()  # or it gives up on a function that it has compiled for many masks
+    mask, blocks = mask_of(row.mask, ids), None
+    if mask is not None:
+        blocks = torch.compile(create_block_mask)(mask, None, None, row.t, row.t, device="cuda")
+    score = score_of(row.score, torch.tanh, slopes, table, row.t)
+    f = torch.compile(flex_attention, dynamic=False)
+    return lambda: f(q, k, v, score_mod=score, block_mask=blocks, enable_gqa=row.h != row.kv)
+
+
+PEERS = {
+    "xform": xform, "cuDNN, JAX": cudnn_jax, "tokamax": tokamax, "cuDNN, torch": cudnn_torch,
+    "FlexAttention": flex_torch,
+}  # fmt: skip
+
+
+# ---- the run -------------------------------------------------------------------------------------
+
+
+def wait(result) -> None:
+    if hasattr(result, "block_until_ready"):
+        result.block_until_ready()
+    else:
+        import torch
+
+        torch.cuda.synchronize()
+
+
+def milliseconds(call: Callable, count: int) -> float:
+    start = time.perf_counter()
+    for _ in range(count):
+        result = call()
+    wait(result)
+    return 1e3 * (time.perf_counter() - start) / count
+
+
+def error(result, truth) -> float:
+    """Of the first head, relative, in float32."""
+    import numpy as np
+
+    if not hasattr(result, "block_until_ready"):
+        result = result[:, :1].transpose(1, 2).float().cpu().numpy()
+    first = lambda x: np.asarray(x[:1, :2048, :1], np.float32)
+    return float(np.linalg.norm(first(result) - first(truth)) / np.linalg.norm(first(truth)))
+
+
+def measure(row: Row) -> dict[str, float]:
+    """Milliseconds of every peer that has such a row, and says what it has not."""
+    calls, truth = {}, None
+    for name, peer in PEERS.items():
+        try:
+            start = time.perf_counter()
+            call = peer(row)
+            if call is None:
+                continue
+            result = call()
+            wait(result)
+            compiled = time.perf_counter() - start
+            calls[name] = call
+            truth = result if name == "xform" else truth
+            off = error(result, truth)
+            print(f"# {row.name}: {name} ready in {compiled:.1f} s, off ours by {off:.1e}")
+        except Exception as e:
+            print(f"# {row.name}: no {name}: {type(e).__name__} {str(e)[:120]}")
+    counts = {name: max(3, int(MILLISECONDS / milliseconds(c, 3))) for name, c in calls.items()}
+    rounds = [{n: milliseconds(c, counts[n]) for n, c in calls.items()} for _ in range(ROUNDS)]
+    return {name: median(r[name] for r in rounds) for name in calls}
+
+
+def table(results: dict[str, dict[str, float]]) -> None:
+    print(f"\n| TFLOP/s | {' | '.join(PEERS)} | ratio to the best peer |")
+    print("|" + "---|" * (len(PEERS) + 2))
+    for row in (*SHAPES, *MODS):
+        times = results.get(row.name)
+        if not times or "xform" not in times:
+            continue
+        rates = [f"{row.flops / times[n] / 1e9:.0f}" if n in times else "–" for n in PEERS]
+        others = [t for name, t in times.items() if name != "xform"]
+        ratio = f"{min(others) / times['xform']:.2f}" if others else "–"
+        print(f"| {row.name} | {' | '.join(rates)} | {ratio} |", flush=True)
+
+
+def picture(path: Path) -> None:
+    """Draws bars of the numbers in a file of `--json`, beside it."""
+    import matplotlib.pyplot as plt
+    import numpy as np
+
+    results = json.loads(path.read_text())["milliseconds"]
+    rows = [row for row in (*SHAPES, *MODS) if row.name in results]
+    figure, axis = plt.subplots(figsize=(11, 5.5), layout="constrained")
+    for n, name in enumerate(PEERS):
+        rates = [row.flops / results[row.name].get(name, np.inf) / 1e9 for row in rows]
+        axis.bar(np.arange(len(rows)) + 0.16 * (n - 2), np.minimum(rates, 1500), 0.16, label=name)
+    axis.set_xticks(range(len(rows)), [row.name for row in rows], rotation=30, ha="right")
+    axis.set_ylabel("TFLOP/s, bfloat16, forward (bars cut at 1,500)")
+    axis.set_title("Attention on one H200: higher is better; sparse masks count as causal ones")
+    axis.legend()
+    figure.savefig(path.with_suffix(".png"), dpi=150)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--picture", type=Path)
+    parser.add_argument("--only", default="", help="rows whose name contains this")
+    options = parser.parse_args()
+    if options.picture:
+        return picture(options.picture)
+
+    import jax
+
+    logging.disable(logging.WARNING)
+    gpu = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True).stdout.split("(")[0]
+    heading = f"{gpu.strip()}, jax {jax.__version__}, Python {platform.python_version()}"
+    try:
+        import torch
+
+        heading += f", torch {torch.__version__}"
+    except ImportError:
+        heading += ", no torch"
+    print(heading, flush=True)
+    results = {}
+    for row in (*SHAPES, *MODS):
+        if options.only in row.name:
+            results[row.name] = measure(row)
+            jax.clear_caches()
+            if options.json:
+                options.json.write_text(json.dumps({"run": heading, "milliseconds": results}))
+    return table(results)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,144 @@
+"""Lets a model that train.py has trained go on with a text.
+
+    uv run --extra train examples/generate.py
+    uv run --extra train examples/generate.py --run runs/mine --prompt "import " --temperature 0
+
+Every token costs one pass over itself: keys and values of what came before are kept.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import SingleDeviceSharding
+
+import llama
+from xform.train import files, run
+from xform.train.checkpoint import Checkpoints
+
+
+@dataclass(frozen=True)
+class Config:
+    """What is written, by which model."""
+
+    run: str | None = None
+    """The run whose newest checkpoint is used; by default, the newest in `runs/`."""
+    tokenizer: str | None = None
+    """A Hugging Face `tokenizer.json`; by default, the run's own."""
+    prompt: str = "def "
+    rows: int = 1
+    """How many texts."""
+    tokens: int = 300
+    """How many are added to the prompt."""
+    temperature: float = 0.7
+    """Below 1 the likely gets likelier; at 0 the likeliest is always taken."""
+    top_k: int | None = None
+    """Only so many likeliest tokens are drawn from."""
+    top_p: float | None = None
+    """Only the likeliest tokens are drawn from that have this probability together."""
+    seed: int = 0
+
+
+def check(config: Config) -> None:
+    """Raises one error that lists every number that makes no sense."""
+    rules = {
+        f"rows={config.rows} must be at least 1": config.rows >= 1,
+        f"tokens={config.tokens} must be at least 1": config.tokens >= 1,
+        f"temperature={config.temperature} must be at least 0": config.temperature >= 0,
+        f"top_k={config.top_k} must be at least 1": config.top_k is None or config.top_k >= 1,
+        f"top_p={config.top_p} must be above 0 and at most 1": config.top_p is None
+        or 0 < config.top_p <= 1,
+    }
+    if wrong := [words for words, holds in rules.items() if not holds]:
+        raise ValueError(f"{'; '.join(wrong)}.")
+
+
+def choose(logits_BC, key, *, temperature: float, top_k: int | None, top_p: float | None):
+    """Returns one token [B] of each row, drawn among those that `top_k` and `top_p` leave."""
+    if temperature == 0:
+        return jnp.argmax(logits_BC, axis=-1)
+    logits_BC = logits_BC / temperature
+    best_BC = -jnp.sort(-logits_BC, axis=-1)
+    if top_k is not None:
+        least_B1 = best_BC[:, min(top_k, best_BC.shape[-1]) - 1, None]
+        logits_BC = jnp.where(logits_BC < least_B1, -jnp.inf, logits_BC)
+        best_BC = jnp.where(best_BC < least_B1, -jnp.inf, best_BC)
+    if top_p is not None:
+        p_BC = jax.nn.softmax(best_BC, axis=-1)
+        # A token is in as long as the likelier ones have less than `top_p` together.
+        inside_BC = jnp.cumsum(p_BC, axis=-1) - p_BC < top_p
+        least_B1 = jnp.min(best_BC, axis=-1, keepdims=True, where=inside_BC, initial=jnp.inf)
+        logits_BC = jnp.where(logits_BC < least_B1, -jnp.inf, logits_BC)
+    return jax.random.categorical(key, logits_BC)
+
+
+@partial(jax.jit, static_argnames=("config", "tokens", "temperature", "top_k", "top_p"))
+def generate(
+    params: dict, prompt_BT, config: llama.Config, *, tokens: int, key, temperature: float,
+    top_k: int | None = None, top_p: float | None = None,
+):  # fmt: skip
+    """Returns the `tokens` that follow each row of the prompt, `[B, tokens]`.
+
+    Token t is drawn with `fold_in(key, t)`, where t counts from the first of the prompt.
+    """
+    B, T = prompt_BT.shape
+    pick = partial(choose, temperature=temperature, top_k=top_k, top_p=top_p)
+
+    def step(carry, t):
+        cache, last_B = carry
+        logits_B1C, cache = llama.extend(params, last_B[:, None], cache, config)
+        next_B = pick(logits_B1C[:, 0], jax.random.fold_in(key, t))
+        return (cache, next_B), next_B
+
+    cache = llama.empty_cache(config, B, T + tokens)
+    logits_BTC, cache = llama.extend(params, prompt_BT, cache, config)
+    first_B = pick(logits_BTC[:, -1], jax.random.fold_in(key, T))
+    _, rest = jax.lax.scan(step, (cache, first_B), T + 1 + jnp.arange(tokens - 1))
+    return jnp.concatenate([first_B[None], rest]).T
+
+
+def trained(folder: Path) -> tuple[dict, dict]:
+    """Returns the newest parameters of a run, on one device, and its config."""
+    with Checkpoints(folder / "checkpoints", read_only=True) as checkpoints:
+        config = checkpoints.info()["config"]
+        model = llama.Config(**config["model"])
+        place = SingleDeviceSharding(jax.devices()[0])
+        like = jax.eval_shape(partial(llama.init, model), jax.random.key(0))
+        like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), like)
+        return checkpoints.restore({"params": like})["params"], {**config, "model": model}
+
+
+def main(config: Config) -> None:
+    """Prints texts."""
+    check(config)
+    params, trained_as = trained(Path(config.run or run.newest_run()))
+    model = trained_as["model"]
+    path = config.tokenizer or trained_as["tokenizer"]
+    if path is None and any(name.endswith(".bin") for name in trained_as["data"]):
+        raise ValueError("the run was trained on tokens: name the tokenizer that made them.")
+    tokenizer = files.load_tokenizer(path, model.codes)
+    prompt = tokenizer.encode(config.prompt.encode())
+    if not len(prompt):
+        raise ValueError("the prompt is empty: give the model a token to begin with (`--prompt`).")
+    texts = generate(
+        params,
+        np.tile(prompt, (config.rows, 1)),
+        model,
+        tokens=config.tokens,
+        key=jax.random.key(config.seed),
+        temperature=config.temperature,
+        top_k=config.top_k,
+        top_p=config.top_p,
+    )
+    print(
+        *(config.prompt + tokenizer.decode(text) for text in np.asarray(texts)), sep="\n--------\n"
+    )
+
+
+if __name__ == "__main__":
+    import tyro
+
+    main(tyro.cli(Config))

@@ -1,0 +1,245 @@
+"""Reports on compiled programs, and on runs of them."""
+
+import time
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import io_callback
+
+from xform import explain, no_host_gap
+
+P = jax.P
+
+
+@pytest.fixture(scope="module")
+def measured():
+    """A sharded, scanned step that uses up its first argument, run."""
+    mesh = jax.make_mesh((4, 2), ("dp", "tp"))
+    spec = P(None, "dp", "tp")
+
+    @partial(jax.shard_map, mesh=mesh, in_specs=(spec, P("dp")), out_specs=P())
+    def loss(w, x):
+        def layer(h, w):
+            w = jax.lax.all_gather(
+                jax.lax.all_gather(w, "dp", tiled=True), "tp", axis=1, tiled=True
+            )
+            return jnp.tanh(h @ w), None
+
+        h, _ = jax.lax.scan(layer, jax.lax.pcast(x, "tp", to="varying"), w)
+        return jax.lax.pmean(jnp.mean(h**2), ("dp", "tp"))
+
+    step = jax.jit(lambda w, x: w - jax.grad(loss)(w, x), donate_argnums=0)
+    place = lambda a, spec: jax.device_put(a, jax.NamedSharding(mesh, spec))
+    w = place(np.random.default_rng(0).normal(size=(3, 128, 128)).astype(np.float32), spec)
+    x = place(np.random.default_rng(1).normal(size=(32, 128)).astype(np.float32), P("dp"))
+    return explain(step)(w, x), w
+
+
+def test_parts_add_up_to_the_wall_time(measured):
+    report, _ = measured
+    run = report.run
+    assert run.compute + run.memory + run.communication + run.idle == run.wall
+    assert min(run.compute + run.memory, run.communication) > 0
+    assert run.idle >= 0
+    assert 0 < run.wall < 60e9
+
+
+def test_each_kernel_ran_as_often_as_the_report_says(measured):
+    """The profiler counts what ran; trips × kernels are read from the program."""
+    report, _ = measured
+    devices = report.program.module.partitions
+    assert {k.trips for k in report.program.kernels} == {1, 3}
+    for kernel in report.program.kernels:
+        assert report.run.counts.get(kernel.name, 0) == devices * kernel.trips, kernel.name
+
+
+def test_donated_arguments_survive(measured):
+    _, w = measured
+    assert not w.is_deleted()
+
+
+def test_lines_add_up_to_the_program(measured):
+    report, _ = measured
+    assert report.work.matrix == report.program.total(lambda k: k.work.matrix)
+    assert report.work.matrix == 3 * 3 * 2 * 8 * 128 * 128  # forward, and twice backward
+    assert sum(line.read for line in report.lines) == report.program.total(lambda k: k.read)
+    assert sum(line.runs for line in report.lines) == report.launches
+    named = [line for line in report.lines if "test_explain.py" in line.line]
+    assert len(named) >= 4
+    assert named[0].work.matrix == report.work.matrix
+
+
+def test_text_and_page_show_lines_collectives_and_the_run(measured):
+    report, _ = measured
+    text, page = str(report), report._repr_html_()
+    for part in (
+        "dp=4 × tp=2",
+        "all-gather",
+        "reduce-scatter",
+        "Measured: ",
+        "launches",
+        "(layer)",
+    ):
+        assert part in text.replace("measured.<locals>.loss.<locals>.layer", "layer")
+    assert page.count("<table>") == len(report.tables())
+    assert "&lt;locals&gt;" in page
+    assert "<locals>" not in page
+
+
+def test_pictures(measured):
+    pytest.importorskip("matplotlib")
+    report, _ = measured
+    lanes = report.timeline()
+    assert len(lanes.get_yticks()) == 8
+    drawn = sum(len(c.get_paths()) for c in lanes.collections)
+    kinds = ("compute", "memory", "communication")
+    assert drawn == sum(event.kind in kinds for event in report.run.events)
+    roof = report.roofline()
+    busy = [x for x in report.lines if x.work.total and x.read + x.written]
+    assert len(roof.collections[0].get_offsets()) == len(busy)
+
+
+def test_a_report_is_saved_as_a_page_or_as_text(tmp_path):
+    train = pytest.importorskip("train", reason="the example needs the extra `train`")
+    for name in ("report.html", "report.txt"):
+        file = tmp_path / name
+        step = train.explained(jax.jit(lambda x: jnp.tanh(x @ x)), str(file))
+        assert step(jnp.ones((8, 8))).shape == (8, 8)
+        text = file.read_text()
+        assert ("<table>" in text) == name.endswith("html")
+        assert "Measured" in text
+        assert "test_explain.py" in text
+
+
+def test_waiting_for_the_host_is_idle():
+    def slow(x):
+        time.sleep(0.05)
+        return np.asarray(x)
+
+    def step(x):
+        return jax.pure_callback(slow, jax.ShapeDtypeStruct((8,), jnp.float32), jnp.sin(x)) + 1
+
+    report = explain(step)(jnp.ones(8))
+    assert report.run.idle > 0.045e9
+    assert report.run.idle / report.run.wall > 0.8
+    assert "calls to the host" in str(report)
+
+
+def test_matrix_products_are_compute_and_sums_are_memory():
+    x = jnp.ones((1024, 1024))
+    products = explain(lambda x: x @ x @ x @ x)(x).run
+    assert products.compute > products.memory
+    sums = explain(lambda x: jnp.cumsum(x + 1, 0))(x).run
+    assert sums.compute == 0
+    assert sums.memory > 0
+
+
+def test_shapes_are_enough_for_a_report_and_not_for_a_run():
+    x = jax.ShapeDtypeStruct((64, 64), jnp.float32)
+    report = explain(lambda x: jnp.tanh(x @ x))(x)
+    assert report.run is None
+    assert report.work.matrix == 2 * 64**3
+    assert report.work.transcendental == 64**2
+    with pytest.raises(ValueError, match="an argument is no array"):
+        explain(jnp.sin, run=True)(x)
+    with pytest.raises(ValueError, match="there is a target, 'H200'"):
+        explain(jnp.sin, run=True, target="H200")(x)
+    with pytest.raises(ValueError, match="has no run"):
+        report.timeline()
+
+
+def test_static_arguments():
+    f = jax.jit(lambda x, n: x**n, static_argnums=1)
+    report = explain(f)(jnp.ones(32), 3)
+    assert report.run.wall > 0
+    assert len(report.program.kernels) >= 1
+
+
+def test_for_an_accelerator_that_is_not_there():
+    def step(w, x):
+        return jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, w)[0]
+
+    w = jax.ShapeDtypeStruct((9, 256, 256), jnp.bfloat16)
+    report = explain(step, target="H200")(w, jax.ShapeDtypeStruct((128, 256), jnp.bfloat16))
+    assert report.work.matrix == 9 * 2 * 128 * 256 * 256
+    assert report.launches >= 9
+    nodes, seconds = report.graph_launches, report.launch_seconds
+    assert nodes is not None
+    assert seconds is not None
+    assert 0 <= nodes <= report.launches
+    assert (report.launches - nodes) * 1e-6 < seconds < report.launches * 1e-5
+    (layers,) = [x for x in report.lines if x.work.matrix]
+    moved = 9 * (256 * 256 + 128 * 256) * 2  # weights and a layer's input, at least
+    assert (layers.least or 0) >= max(report.work.matrix / 989.4e12, moved / 4.8e12)
+    assert layers.bound == "memory"
+    assert "bound by" in str(report)
+    assert "in command buffers" in str(report)
+
+
+def test_small_kernels_in_a_loop_are_launches():
+    """The report says why a loop of small kernels is slow: kernels × trips."""
+    f = lambda x: jax.lax.scan(lambda c, _: (jnp.sort(c) + 1, None), x, None, length=1000)[0]
+    report = explain(f, run=False)(jnp.ones(16))
+    assert report.launches >= 2000
+    assert (report.launch_seconds or 0) > 2000 * 1e-7
+
+
+def test_a_loop_without_end_is_named():
+    def f(x):
+        return jax.lax.while_loop(lambda c: c.sum() < 9, lambda c: c * 2, x)
+
+    text = str(explain(f, run=False)(jnp.ones(4)))
+    assert "runs until its condition ends it" in text
+    assert "for each iteration" in text
+
+
+# ---- no host gap ---------------------------------------------------------------------------------
+
+
+def printing(x):
+    y = jnp.sin(x)
+    jax.debug.print("{}", y)
+    return y
+
+
+def test_a_step_that_calls_back_is_refused_by_line():
+    line = printing.__code__.co_firstlineno + 2
+    with pytest.raises(RuntimeError, match=rf"`printing` calls back .*\n.*:{line} \(printing\)"):
+        no_host_gap(printing)(jnp.ones(2))
+
+
+@pytest.mark.parametrize("wrap", [jax.jit, jax.vmap, lambda f: lambda x: jax.lax.map(f, x)])
+def test_under_another_transformation_too(wrap):
+    with pytest.raises(RuntimeError, match="calls back to the host"):
+        wrap(no_host_gap(printing))(jnp.ones((3, 2)))
+
+
+def test_every_callback_is_listed():
+    def step(x):
+        jax.debug.callback(print, x)
+        y = jax.pure_callback(np.asarray, x, x)
+        return io_callback(np.asarray, x, y)
+
+    with pytest.raises(RuntimeError) as e:
+        no_host_gap(step)(jnp.ones(2))
+    assert all(f"{name}_callback" in str(e.value) for name in ("debug", "pure", "io"))
+
+
+def test_a_step_that_does_not_is_itself():
+    calls = []
+
+    @no_host_gap
+    @partial(jax.jit, static_argnums=1)
+    def step(x, n):
+        calls.append(n)
+        return x * n
+
+    assert step(jnp.ones(2), 3).tolist() == [3, 3]
+    traced = len(calls)
+    assert step(jnp.ones(2), 3).tolist() == [3, 3]
+    assert len(calls) == traced  # checked once
+    assert jax.grad(lambda x: step(x, 2).sum())(jnp.ones(2)).tolist() == [2, 2]
+    assert step.__name__ == "step"

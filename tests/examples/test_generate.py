@@ -1,0 +1,104 @@
+"""Tokens drawn one by one, with a cache, are those of the full forward pass."""
+
+from functools import cache, partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+pytest.importorskip("orbax.checkpoint")
+
+import generate
+import llama
+from xform.train import run
+from xform.train.checkpoint import Checkpoints
+
+SMALL = llama.Config(codes=50, layers=2, width=24, heads=4, kv_heads=2, head_size=6, hidden=20)
+PROMPT = np.array([[3, 1, 4, 1, 5], [9, 2, 6, 5, 3]])
+
+
+@cache
+def params():
+    """Sharper than fresh ones, so that greedy choices are no ties."""
+    return jax.tree.map(lambda x: 2 * x, llama.init(SMALL, jax.random.key(1)))
+
+
+@pytest.mark.parametrize(
+    ("how", "tokens"),
+    [
+        ({"temperature": 0.0}, 20),
+        ({"temperature": 0.9, "top_k": 9, "top_p": 0.8}, 300),
+        pytest.param({"temperature": 0.0}, 600, marks=pytest.mark.slow),
+        pytest.param({"temperature": 1.3}, 600, marks=pytest.mark.slow),
+    ],
+)
+def test_the_tokens_are_those_of_the_full_forward_pass(how, tokens):
+    key = jax.random.key(7)
+    found = generate.generate(params(), PROMPT, SMALL, tokens=tokens, key=key, **how)
+    text = jnp.concatenate([jnp.asarray(PROMPT), found], axis=1)
+    logits = jax.jit(partial(llama.logits, config=SMALL))(params(), text, jnp.zeros_like(text))
+    how = {"top_k": None, "top_p": None, **how}
+    pick = jax.jit(lambda t: generate.choose(logits[:, t - 1], jax.random.fold_in(key, t), **how))
+    expected = np.stack([pick(t) for t in range(5, 5 + tokens)], axis=1)
+    np.testing.assert_array_equal(found, expected)
+    assert (found[0] != found[1]).any()
+    assert len(np.unique(found)) > 3
+
+
+def test_equal_seeds_give_equal_texts():
+    draw = lambda seed: generate.generate(
+        params(), PROMPT, SMALL, tokens=300, key=jax.random.key(seed),
+        temperature=0.9, top_k=9, top_p=0.8,
+    )  # fmt: skip
+    assert (draw(1) == draw(1)).all()
+    assert (draw(1) != draw(2)).any()
+
+
+def drawn(logits, **how) -> set[int]:
+    """Every token that comes up in many draws."""
+    how = {"temperature": 1.0, "top_k": None, "top_p": None, **how}
+    rows = jnp.tile(jnp.log(logits), (2000, 1))
+    return set(generate.choose(rows, jax.random.key(0), **how).tolist())
+
+
+def test_only_what_top_k_and_top_p_leave_is_drawn():
+    p = jnp.array([0.05, 0.4, 0.1, 0.25, 0.2])
+    assert drawn(p) == {0, 1, 2, 3, 4}
+    assert drawn(p, top_k=2) == {1, 3}
+    assert drawn(p, top_k=99) == {0, 1, 2, 3, 4}
+    assert drawn(p, top_p=0.39) == {1}
+    assert drawn(p, top_p=0.6) == {1, 3}
+    assert drawn(p, top_p=0.7) == {1, 3, 4}
+    assert drawn(p, top_k=3, top_p=0.7) == {1, 3}, "shares of what top_k leaves"
+    assert drawn(p, top_p=1.0) == {0, 1, 2, 3, 4}
+    assert drawn(p, temperature=0.0) == {1}
+    assert drawn(p, temperature=0.02) == {1}
+
+
+def test_a_checkpoint_is_asked(tmp_path, capsys):
+    model = llama.Config(layers=1, width=16, heads=4, kv_heads=2, head_size=4, hidden=16)
+    state = {"params": llama.init(model, jax.random.key(0)), "optimizer": jnp.zeros(3)}
+    config = {"model": vars(model), "tokenizer": None, "data": ["a.txt"]}
+    run.begin(tmp_path, config)
+    with Checkpoints(tmp_path / "checkpoints") as checkpoints:
+        checkpoints.save(1, state, {"config": config})
+    asked = generate.Config(run=str(tmp_path), prompt="né", rows=2, tokens=5, top_k=1)
+    generate.main(asked)
+    one, two = capsys.readouterr().out.rstrip("\n").split("\n--------\n")
+    assert one == two
+    assert one.startswith("né")
+    with pytest.raises(ValueError, match="the prompt is empty"):
+        generate.main(generate.Config(run=str(tmp_path), prompt=""))
+    with Checkpoints(tmp_path / "checkpoints") as checkpoints:
+        checkpoints.save(2, state, {"config": {**config, "data": ["a.bin"]}})
+    with pytest.raises(ValueError, match=r"trained on tokens: name the tokenizer that made them"):
+        generate.main(asked)
+
+
+def test_what_makes_no_sense_is_listed():
+    with pytest.raises(ValueError, match="tokens=0 must be") as error:
+        generate.check(generate.Config(tokens=0, rows=0, temperature=-1, top_k=0, top_p=1.5))
+    for name in ("rows=0", "temperature=-1", "top_k=0", "top_p=1.5"):
+        assert f"{name} must be" in str(error.value)
+    generate.check(generate.Config(top_k=1, top_p=1.0, temperature=0.0))

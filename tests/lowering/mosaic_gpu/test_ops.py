@@ -1,0 +1,70 @@
+"""Each operation spelled out for a kernel, against the one that it stands for."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from xform.lowering.mosaic_gpu._ops import OPS, evaluate
+
+X = jnp.concatenate(
+    [jnp.linspace(-9, 9, 181), jnp.array([0.0, 1e-5, -1e-5, 0.3, -0.7, 30.0, -30.0])]
+).astype(jnp.float32)
+POSITIVE = jnp.abs(X) + 1e-3
+
+
+def run(f, *args):
+    """`f`'s equations by the rules, elementwise on arrays."""
+    scalars = [jax.ShapeDtypeStruct((), x.dtype) for x in args]
+    (out,) = evaluate(jax.make_jaxpr(f)(*scalars), list(args), lambda xs: _spread(xs, args[0]))
+    return out
+
+
+def _spread(values, like):
+    return [jnp.broadcast_to(jnp.asarray(x), like.shape) for x in values]
+
+
+@pytest.mark.parametrize(
+    ("f", "x", "tolerance"),
+    [
+        (jnp.tanh, X, 2e-6),
+        (jnp.sin, X * 50, 4e-6),
+        (jnp.cos, X * 50, 4e-6),
+        (jnp.floor, X, 0),
+        (jnp.ceil, X, 0),
+        (lax.logistic, X, 1e-6),
+        (jnp.log1p, POSITIVE, 1e-6),
+        (jnp.expm1, X, 1e-6),
+        (lax.erfc, X, 1e-6),
+        (lambda x: x**2.5, POSITIVE, 1e-5),
+        (lambda x: x**3, X, 1e-6),
+        (lambda x: x**-2, POSITIVE, 1e-6),
+        (lambda x: x / 30.0, X, 1e-6),
+        (lambda x: lax.reduce_precision(x, 8, 7), X, 0),
+        (lambda x: lax.select_n((x > 0).astype(jnp.int32), x, x * x), X, 0),
+    ],
+)
+def test_agrees_with_what_it_stands_for(f, x, tolerance):
+    expected = np.asarray(jax.vmap(f)(x), np.float64)
+    found = np.asarray(run(f, x), np.float64)
+    np.testing.assert_allclose(found, expected, rtol=tolerance, atol=tolerance)
+
+
+def test_powers_of_negative_numbers():
+    x, y = (jnp.array(v, jnp.float32) for v in ([-2, -2, -2, 0, 0, 3], [3, 2, 0.5, 0, 2, -1]))
+    found = run(lambda x, y: lax.pow(x, y), x, y)
+    np.testing.assert_allclose(found, [-8, 4, np.nan, 1, 0, 1 / 3], rtol=1e-6)
+
+
+def test_whole_numbers():
+    x = jnp.array([0, 1, 7, -1, -12345, 2**31 - 1], jnp.int32)
+    np.testing.assert_array_equal(run(lax.population_count, x), lax.population_count(x))
+    np.testing.assert_array_equal(run(lambda x: ~x, x), ~x)
+    np.testing.assert_array_equal(run(lambda x: jnp.logical_not(x > 3), x), x <= 3)
+
+
+def test_every_rule_is_of_a_primitive():
+    names = {p.name for p in vars(lax).values() if isinstance(p, jax.extend.core.Primitive)}
+    renamed = {"bitwise_and", "bitwise_or", "bitwise_xor", "add_any", "copy_p", "stop_gradient"}
+    assert set(OPS) - names <= renamed

@@ -1,0 +1,113 @@
+"""How mods are split into what a kernel reads and what it computes."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from xform.lowering.mosaic_gpu._program import BAND, COL, ROW, SCALAR, split
+from xform.primitives._mods import take_apart
+
+HEADS, LENGTH = 4, 40
+SLOPES = 2.0 ** -jnp.arange(HEADS)
+TABLE = jax.random.normal(jax.random.key(0), (HEADS, 2 * LENGTH))
+IDS = jnp.arange(LENGTH) // 7
+
+SCORES = {
+    "slope by distance": (lambda s, b, h, q, k: s - SLOPES[h] * (q - k), [("h", SCALAR)]),
+    "soft cap": (lambda s, b, h, q, k: 30 * jnp.tanh(s / 30), []),
+    "table by distance": (lambda s, b, h, q, k: s + TABLE[h, q - k + LENGTH], [("h", BAND)]),
+    "bucket of distance": (
+        lambda s, b, h, q, k: s + TABLE[0, jnp.log2(jnp.abs(q - k) + 1.0).astype(int)],
+        [("", BAND)],
+    ),
+    "row and column": (
+        lambda s, b, h, q, k: s * TABLE[h, q] + TABLE[0, k],
+        [("h", ROW), ("", COL)],
+    ),
+    "branch": (lambda s, b, h, q, k: jax.lax.cond(q > k, lambda: s, lambda: -s), []),
+}
+MASKS = {
+    "documents": (lambda b, h, q, k: IDS[q] == IDS[k], [("", ROW), ("", COL)]),
+    "blocks by division": (lambda b, h, q, k: q // 32 == k // 32, [("", ROW), ("", COL)]),
+    "window": (lambda b, h, q, k: (q >= k) & (q - k < 9), []),
+    "padding": (lambda b, h, q, k: k < 3 + b, [("b", COL)]),
+    "stride": (lambda b, h, q, k: (q - k) % 7 == 0, [("", BAND)]),
+    "by head": (lambda b, h, q, k: q >= k + h, [("h", COL)]),
+}  # fmt: skip
+
+
+def parts(mod, score: bool):
+    mods = take_apart(mod if score else None, None if score else mod, jnp.float32)
+    reads = [read for group in mods.reads for read in group]
+    captures = [x for x, group in zip(mods.captures, mods.reads, strict=True) for _ in group]
+    jaxpr = mods.score if score else mods.mask
+    return split(jaxpr, score=score, reads=reads if score else None), [*captures, *mods.context]
+
+
+def dense(program, arrays, *score):
+    """The mod at all pairs of batch entry 1 and every head, out of its two parts."""
+    index = jnp.arange(LENGTH, dtype=jnp.int32)
+    operands = program.arrays(arrays, 2, HEADS, (0, 0), index, index)
+
+    def at(h, q, k, *score):
+        values = []
+        for x, operand in zip(operands, program.operands, strict=True):
+            x = x[1 if x.shape[0] > 1 else 0, h if x.shape[1] > 1 else 0]
+            place = {ROW: q, COL: k, BAND: q - k + LENGTH - 1}.get(operand.pair)
+            values.append((x if place is None else x[place]).astype(operand.dtype))
+        indices = (q, k, q.astype(jnp.float32), k.astype(jnp.float32))
+        return jax.extend.core.jaxpr_as_fun(program.jaxpr)(*score, *indices, *values)[0]
+
+    over = lambda f, n: jax.vmap(jax.vmap(f, (None, 0, *[0] * n)), (0, None, *[0] * n))
+    return jax.vmap(lambda h, *s: over(lambda q, k, *s: at(h, q, k, *s), len(s))(index, index, *s))(
+        jnp.arange(HEADS), *score
+    )
+
+
+@pytest.mark.parametrize("name", SCORES)
+def test_scores_split_and_joined_are_the_same(name):
+    mod, operands = SCORES[name]
+    program, arrays = parts(mod, score=True)
+    assert [(x.heads, x.pair) for x in program.operands] == operands
+    score = jax.random.normal(jax.random.key(1), (HEADS, LENGTH, LENGTH))
+    h, q, k = jnp.ogrid[:HEADS, :LENGTH, :LENGTH]
+    expected = jax.vmap(mod, (0, *[None] * 3, 0))
+    expected = jax.vmap(expected, (0, None, None, 0, None))
+    expected = jax.vmap(expected, (0, None, 0, None, None))
+    expected = expected(score, 1, h.ravel(), q.ravel(), k.ravel())
+    np.testing.assert_allclose(dense(program, arrays, score), expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_masks_split_and_joined_are_the_same(name):
+    mod, operands = MASKS[name]
+    program, arrays = parts(mod, score=False)
+    assert [(x.heads, x.pair) for x in program.operands] == operands
+    h, q, k = jnp.ogrid[:HEADS, :LENGTH, :LENGTH]
+    each = lambda h, q, k: mod(jnp.int32(1), h, q, k)
+    expected = jax.vmap(jax.vmap(jax.vmap(each, (None, None, 0)), (None, 0, None)), (0, None, None))
+    expected = expected(h.ravel(), q.ravel(), k.ravel())
+    np.testing.assert_array_equal(dense(program, arrays), expected)
+
+
+def test_no_gather_and_no_division_inside():
+    for mod, _ in [*MASKS.values(), *SCORES.values()]:
+        program, _ = parts(mod, score=mod in [m for m, _ in SCORES.values()])
+        names = {eqn.primitive.name for eqn in program.jaxpr.eqns}
+        assert not names & {"gather", "dynamic_slice", "rem"}
+
+
+@pytest.mark.parametrize(
+    ("mod", "message"),
+    [
+        (
+            lambda s, b, h, q, k: s + TABLE[q % HEADS, k],
+            "a read of an array at an index that mixes",
+        ),
+        (lambda s, b, h, q, k: s + jnp.sort(jnp.stack([s, s]))[0], "`sort`"),
+    ],
+)
+def test_says_what_has_no_form_in_a_kernel(mod, message):
+    with pytest.raises(NotImplementedError, match=message):
+        parts(mod, score=True)

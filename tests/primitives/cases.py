@@ -1,0 +1,256 @@
+"""What attention means, as a table: each case runs on every implementation, here and on a GPU.
+
+The truth is another program: the list of visible pairs, one after the other, in float64, with JAX's
+own derivatives of it. What is hidden is not in the list and so can have no influence. The same list
+at the precision of the inputs says how large an error may be (`tests.oracle`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tests.oracle import assert_as_right_as
+from xform.primitives.attention import flex_attention
+from xform.primitives.masks import causal, documents, prefix, sliding_window
+
+
+def _nothing(captures):
+    return None
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One call of attention and its derivative.
+
+    Attributes:
+      shape: `B T S H K D V`.
+      dtype: of q, k and v.
+      score, mask: `captures -> mod`.
+      captures: shapes of random float32 arrays that the mods read.
+      alter: changes the operands `{"q", "k", "v", "captures", "sinks"}`.
+      sinks: whether there are any.
+      aux: further results, whose gradients count too.
+      options: passed on.
+    """
+
+    shape: tuple[int, int, int, int, int, int, int]
+    dtype: str = "float32"
+    score: Callable = _nothing
+    mask: Callable = _nothing
+    captures: tuple[tuple[int, ...], ...] = ()
+    alter: Callable = lambda x: x
+    sinks: bool = False
+    aux: tuple[str, ...] = ("lse",)
+    options: dict = dataclasses.field(default_factory=dict)
+
+    def inputs(self, seed: int = 0):
+        """Operands and a cotangent of every result, as numpy arrays."""
+        rng = np.random.default_rng(seed)
+        b, t, s, h, kv, d, v = self.shape
+        normal = lambda shape, dtype: jnp.asarray(rng.normal(size=shape), dtype)
+        shapes = {"q": (b, t, h, d), "k": (b, s, kv, d), "v": (b, s, kv, v)}
+        x: dict[str, Any] = {n: normal(shape, self.dtype) for n, shape in shapes.items()}
+        x["captures"] = [normal(shape, "float32") for shape in self.captures]
+        if self.sinks:
+            x["sinks"] = normal((h,), "float32")
+        cts = {"out": normal((b, t, h, v), self.dtype)}
+        wide = jnp.promote_types(self.dtype, jnp.float32)
+        return self.alter(x), cts | {name: normal((b, t, h), wide) for name in self.aux}
+
+    def attend(self, x, implementation: str | None):
+        """The results by name."""
+        out, aux = flex_attention(
+            x["q"], x["k"], x["v"], sinks=x.get("sinks"), aux=self.aux,
+            score_mod=self.score(x["captures"]), mask_mod=self.mask(x["captures"]),
+            implementation=implementation, **self.options,
+        )  # fmt: skip
+        return {"out": out} | {name: getattr(aux, name) for name in self.aux}
+
+    def pairs(self, x) -> tuple[np.ndarray, ...]:
+        """The b, h, q and k of all visible pairs."""
+        b, t, s, h, *_ = self.shape
+        index = np.indices((b, h, t, s), np.int32).reshape(4, -1)
+        mask = self.mask(x["captures"])
+        if mask is not None and index.size:
+            index = index[:, np.asarray(jax.vmap(mask)(*index))]
+        return tuple(index)
+
+    def by_pairs(self, x, pairs):
+        """The results by name, from the list of visible pairs."""
+        b, t, _, h, kv, d, _ = self.shape
+        dtype, wide = x["q"].dtype, jnp.promote_types(x["q"].dtype, jnp.float32)
+        at_b, at_h, at_q, at_k = map(jnp.asarray, pairs)
+        head = at_h // (h // kv)
+        q, k, v = x["q"][at_b, at_q, at_h], x["k"][at_b, at_k, head], x["v"][at_b, at_k, head]
+        scale = self.options.get("scale", max(d, 1) ** -0.5)
+        s = jnp.einsum("pd,pd->p", q, k, preferred_element_type=wide, precision="highest") * scale
+        if (mod := self.score(x["captures"])) is not None:
+            s = jax.vmap(mod)(s, at_b, at_h, at_q, at_k).astype(wide)
+        row = (at_b * t + at_q) * h + at_h
+        rows = lambda f, x: f(x, row, b * t * h)
+        largest = rows(jax.ops.segment_max, s)
+        top, sink = jax.lax.stop_gradient(largest), jnp.zeros(b * t * h, wide)
+        if self.sinks:
+            sinks = jnp.broadcast_to(x["sinks"].astype(wide), (b, t, h)).reshape(-1)
+            top = jnp.maximum(top, jax.lax.stop_gradient(sinks))
+            sink = jnp.exp(sinks - top)
+        e = jnp.exp(s - top[row])
+        total = rows(jax.ops.segment_sum, e) + sink
+        empty = total == 0
+        safe = jnp.where(empty, 1, total)
+        # Rounded as the operand of a product is; a pair of casts XLA would leave out.
+        bits = jnp.finfo(dtype)
+        p = jax.lax.reduce_precision(e / safe[row], int(bits.nexp), int(bits.nmant))
+        out = rows(jax.ops.segment_sum, p[:, None] * v.astype(wide))
+        results = {
+            "out": out.astype(dtype),
+            "lse": jnp.where(empty, -jnp.inf, jnp.log(safe) + jnp.where(empty, 0, top)),
+            "max": largest,
+        }
+        return {n: results[n].reshape(b, t, h, *results[n].shape[1:]) for n in ("out", *self.aux)}
+
+
+def value_and_grads(f: Callable, x, cts):
+    """Results and the gradients of all operands."""
+    results, pull = jax.vjp(f, x)
+    (grads,) = pull({name: ct.astype(results[name].dtype) for name, ct in cts.items()})
+    return results, grads
+
+
+def check(case: Case, implementation: str | None, seed: int = 0) -> None:
+    """Asserts that an implementation gives the results and gradients of a case.
+
+    The list at the precision of the inputs is summed in four orders, and the worst counts: one sum
+    of many numbers may come out right by luck.
+    """
+    once = lambda f: jax.jit(f, compiler_options={"xla_backend_optimization_level": 0})
+    by_pairs = once(
+        lambda x, cts, pairs: value_and_grads(lambda x: case.by_pairs(x, pairs), x, cts)
+    )
+    with jax.enable_x64(case.dtype == "float64"):
+        x, cts = case.inputs(seed)
+        pairs = case.pairs(x)
+        run = lambda x, cts: value_and_grads(lambda x: case.attend(x, implementation), x, cts)
+        # XLA for CPU, unoptimised, gets the dense program's derivative of a maximum wrong.
+        found = (jax.jit if implementation == "reference" else once)(run)(x, cts)
+        orders = [np.random.default_rng(i).permutation(len(pairs[0])) for i in range(4)]
+        judges = [by_pairs(x, cts, tuple(i[order] for i in pairs)) for order in orders]
+    with jax.enable_x64(True):
+        widen = lambda a: jnp.asarray(a, jnp.float64)
+        true = jax.tree.map(np.asarray, by_pairs(*jax.tree.map(widen, (x, cts)), pairs))
+    for name, a, b in zip(*_flat(found, true), strict=True):
+        for kind in (np.isnan, np.isposinf, np.isneginf):
+            assert np.array_equal(kind(np.asarray(a, np.float64)), kind(b)), f"{name}: {kind}"
+    finite = lambda tree: jax.tree.map(lambda a, b: np.where(np.isfinite(b), a, 0), tree, true)
+    found, true, *judges = map(finite, (found, true, *judges))
+    worst = lambda b, *xs: max(xs, key=lambda a: np.abs(np.asarray(a, np.float64) - b).sum())
+    assert_as_right_as(found, jax.tree.map(worst, true, *judges), true)
+
+
+def _flat(found, true):
+    names = [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(found)]
+    return names, jax.tree.leaves(found), jax.tree.leaves(true)
+
+
+def _spoil(bad: float, key: int = 5) -> Callable:
+    """Puts `bad` into one key, its value and what the score mod reads of it."""
+
+    def alter(x):
+        captures = [c.at[..., key].set(bad) for c in x["captures"]]
+        return x | {n: x[n].at[:, key].set(bad) for n in "kv"} | {"captures": captures}
+
+    return alter
+
+
+def _unseen(key: int = 5) -> Callable:
+    return lambda c: lambda b, h, q, k: (k != key) & (q >= k)
+
+
+def _by_key(c):
+    return lambda s, b, h, q, k: s * c[0][k] + c[1][h, k]
+
+
+IDS = np.array([0, 0, 0, 1, 1, 2, 2, 2, 2, 3, 3, 4, 4])
+
+CASES = {
+    "rows without a key": Case((2, 9, 9, 2, 1, 8, 8), mask=lambda c: ~causal(), aux=("lse", "max")),
+    "a batch without a key": Case(
+        (2, 7, 7, 2, 2, 8, 8), score=_by_key, captures=((7,), (2, 7)),
+        mask=lambda c: lambda b, h, q, k: b == 0,
+    ),
+    "no visible pair": Case((1, 5, 7, 2, 1, 8, 8), mask=lambda c: prefix(0)),
+    "more queries than keys": Case((1, 16, 8, 2, 2, 8, 8), mask=lambda c: causal(offset=-8)),
+    "more keys than queries": Case((1, 8, 16, 2, 2, 8, 8), mask=lambda c: causal(offset=8)),
+    "hidden NaN": Case(
+        (1, 11, 11, 4, 2, 8, 8), score=_by_key, mask=_unseen(), captures=((11,), (4, 11)),
+        alter=_spoil(np.nan), aux=("lse", "max"),
+    ),
+    "hidden infinity": Case(
+        (1, 11, 11, 4, 2, 8, 8), score=_by_key, mask=_unseen(), captures=((11,), (4, 11)),
+        alter=_spoil(np.inf),
+    ),
+    "hidden minus infinity": Case(
+        (1, 11, 11, 4, 2, 8, 8), "bfloat16", score=_by_key, mask=_unseen(),
+        captures=((11,), (4, 11)), alter=_spoil(-np.inf),
+    ),
+    "a mod that is NaN where hidden": Case(
+        (1, 11, 11, 2, 2, 8, 8), mask=lambda c: lambda b, h, q, k: q > k, captures=((1,),),
+        score=lambda c: lambda s, b, h, q, k: s + jnp.log((q - k) * jnp.exp(c[0][0])),
+    ),
+    "a NaN that is seen": Case(
+        (1, 9, 9, 2, 1, 8, 8), mask=lambda c: causal(),
+        alter=lambda x: x | {"q": x["q"].at[:, 4, 0].set(np.nan)},
+    ),
+    "no queries": Case((2, 0, 5, 4, 2, 8, 8), captures=((5,), (4, 5)), score=_by_key),
+    "no keys": Case((2, 5, 0, 4, 2, 8, 8), aux=("lse", "max"), sinks=True),
+    "no queries and no keys": Case((2, 0, 0, 4, 2, 8, 8)),
+    "no batch": Case((0, 5, 6, 4, 2, 8, 8)),
+    "values of no size": Case((1, 5, 6, 2, 2, 8, 0), mask=lambda c: prefix(4)),
+    "heads of no size": Case((1, 5, 6, 2, 2, 0, 3)),
+    "one by one": Case((1, 1, 1, 1, 1, 1, 1), aux=("lse", "max")),
+    "odd sizes": Case((3, 13, 7, 6, 2, 5, 11), mask=lambda c: sliding_window(4, right=2)),
+    "five to one": Case((1, 17, 17, 5, 1, 24, 7), mask=lambda c: causal(), sinks=True),
+    "one query": Case((2, 1, 64, 4, 2, 16, 16), "bfloat16", mask=lambda c: prefix(37)),
+    "float64": Case(
+        (1, 13, 13, 4, 2, 8, 8), "float64", score=_by_key, captures=((13,), (4, 13)),
+        mask=lambda c: causal() & documents(jnp.asarray(IDS)), sinks=True, aux=("lse", "max"),
+    ),
+    "bfloat16": Case((1, 40, 40, 4, 2, 16, 16), "bfloat16", mask=lambda c: causal(), sinks=True),
+    "float16": Case((1, 40, 40, 4, 2, 16, 16), "float16", mask=lambda c: causal()),
+    "scores of ten thousand": Case(
+        (1, 24, 24, 2, 1, 24, 16), "bfloat16", mask=lambda c: causal(),
+        alter=lambda x: x | {"q": 64 * x["q"], "k": 48 * x["k"]},
+    ),
+    "scores near minus ten thousand": Case(
+        (1, 24, 24, 2, 1, 16, 16), "bfloat16", captures=((24,),),
+        score=lambda c: lambda s, b, h, q, k: 1.7 * s + (1e4 * c[0][k] / 3 - 1e4),
+    ),
+    "all scores near minus 100": Case(
+        (1, 33, 33, 2, 2, 16, 16), mask=lambda c: causal(),
+        score=lambda c: lambda s, b, h, q, k: s - 100, sinks=True,
+    ),
+    "the mod ignores its score": Case(
+        (1, 9, 9, 2, 2, 8, 8), captures=((9,),), score=lambda c: lambda s, b, h, q, k: c[0][k - q],
+    ),
+    "all scores tie": Case(
+        (1, 6, 9, 2, 1, 8, 8), captures=((6,),), aux=("lse", "max"), mask=lambda c: prefix(7),
+        score=lambda c: lambda s, b, h, q, k: c[0][q],
+    ),
+    "reads out of range": Case(
+        (1, 9, 9, 2, 2, 8, 8), captures=((5,), (4,)),
+        score=lambda c: lambda s, b, h, q, k: (
+            s + c[0][k - 20] * c[0][q + 4] + c[1].at[q + k].get(mode="fill", fill_value=-2.0)
+        ),
+    ),
+    "soft cap, bias, window and sinks": Case(
+        (2, 19, 19, 4, 2, 8, 8), captures=((4,), (4, 19, 19)), sinks=True,
+        mask=lambda c: sliding_window(6) | prefix(2),
+        score=lambda c: lambda s, b, h, q, k: 5 * jnp.tanh(s * c[0][h] / 5) + c[1][h, q, k],
+    ),
+}  # fmt: skip

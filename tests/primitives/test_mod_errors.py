@@ -1,0 +1,117 @@
+"""Mods that can't be: the error names the user's function and line, and what to write instead."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from xform.primitives.attention import flex_attention
+from xform.primitives.masks import causal
+from xform.sharding.mesh import make_mesh, shardings
+
+X = jnp.ones((1, 8, 2, 16))
+TABLE, PHASES = np.arange(8.0), jnp.ones(8, jnp.complex64)
+
+
+def branches(score, b, h, q_idx, kv_idx):
+    return score if q_idx > kv_idx else 2 * score
+
+
+def chains(b, h, q_idx, kv_idx):
+    return 0 <= q_idx - kv_idx < 3
+
+
+def reads_numpy(score, b, h, q_idx, kv_idx):
+    return score + TABLE[q_idx]
+
+
+def reads_list(score, b, h, q_idx, kv_idx):
+    return score + [1.0, 2.0][h]
+
+
+def as_number(score, b, h, q_idx, kv_idx):
+    return score * float(q_idx)
+
+
+def without_keys(score, b, h, q_idx):
+    return score
+
+
+def complex_read(score, b, h, q_idx, kv_idx):
+    return score + PHASES[q_idx].real
+
+
+def integer(score, b, h, q_idx, kv_idx):
+    return q_idx - kv_idx
+
+
+def pair(score, b, h, q_idx, kv_idx):
+    return score, score
+
+
+ERRORS = {
+    branches: r"`branches` \(.*test_mod_errors.py:\d+\) .*`jnp.where\(condition, x, y\)`",
+    chains: r"`mask_mod` `chains` .*`\(a <= x\) & \(x < b\)`",
+    reads_numpy: r"`reads_numpy` .*`jnp.asarray\(array\)\[q_idx\]`",
+    reads_list: r"`reads_list` .*`jnp.asarray\(items\)\[q_idx\]`",
+    as_number: r"`as_number` .*compute with `jax.numpy`",
+    without_keys: r"`score_mod\(score, b, h, q_idx, kv_idx\)`, and `without_keys` .*takes",
+    complex_read: r"complex arrays \(complex64\[8\]\).*`x.real\[q_idx\]`",
+    integer: r"must return a floating-point number.*`integer` .* returned int32\[\]",
+    pair: r"must return a floating.*`pair` .* returned \('float32\[\]', 'float32\[\]'\)",
+}
+
+
+@pytest.mark.parametrize("mod", ERRORS, ids=lambda mod: mod.__name__)
+def test_a_mod_that_cannot_be_is_named_with_its_line_and_a_cure(mod):
+    name = "mask_mod" if mod is chains else "score_mod"
+    with pytest.raises((TypeError, ValueError), match=ERRORS[mod]):
+        flex_attention(X, X, X, **{name: mod})
+
+
+def test_a_traced_scale_hides_no_name():
+    with pytest.raises(TypeError, match="`score_mod` `branches`"):
+        flex_attention(X, X, X, score_mod=branches, scale=jnp.float32(0.3))
+
+
+def test_a_mod_that_asks_for_its_device_is_told_to_ask_before():
+    mesh = make_mesh(dp=8)
+    x = jax.device_put(jnp.ones((8, 4, 2, 16)), shardings(mesh, jax.P("dp")))
+
+    def device(score, b, h, q_idx, kv_idx):
+        return score + jax.lax.axis_index("dp")
+
+    def attend(mod, x):
+        return flex_attention(x, x, x, score_mod=mod, mask_mod=causal())
+
+    def before(x):
+        index = jax.lax.axis_index("dp")
+        return attend(lambda score, *_: score + index, x)
+
+    run = lambda f: jax.shard_map(f, mesh=mesh, in_specs=jax.P("dp"), out_specs=jax.P("dp"))(x)
+    with pytest.raises(NotImplementedError, match=r"`axis_index` over .*test_mod_errors.py:\d+"):
+        run(lambda x: attend(device, x))
+    np.testing.assert_allclose(run(before), run(lambda x: attend(None, x)), rtol=1e-6)
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"dropout_rate": jnp.float32(0.1)}, "`dropout_rate` is an array; needed is a Python"),
+        ({"sinks": jnp.ones(2, int)}, "`sinks` has dtype int32; needed is a floating-point"),
+    ],
+)
+def test_options_of_a_wrong_kind_are_named(options, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        flex_attention(X, X, X, **options)
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize("dtype", ["int32", "complex64", "float8_e4m3fn"])
+def test_a_dtype_without_attention_is_named(dtype):
+    x = X.astype(dtype)
+    with pytest.raises(ValueError, match=f"`v` has dtype {dtype}; needed is one of bfloat16"):
+        flex_attention(x, x, x)

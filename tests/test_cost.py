@@ -1,0 +1,645 @@
+"""`cost`: counts are those of hand formulas, through every primitive that encloses others."""
+
+from fractions import Fraction
+from functools import partial
+from importlib.util import find_spec
+
+import jax
+import jax.experimental.pallas as pl
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import llama
+from xform import Work, causal, cost, cost_rule, documents, flex_attention
+from xform._cost_rules import RULES
+from xform.jaxpr import trace, walk
+from xform.train import Rows
+
+S = jax.ShapeDtypeStruct
+
+
+def f32(*shape):
+    return S(shape, jnp.float32)
+
+
+# ---- one operation
+# ---------------------------------------------------------------------------------
+
+
+def test_matrix_product_is_two_flops_for_each_multiply_add():
+    assert cost(lambda a: a @ a)(f32(2048, 2048)).flops == 2 * 2048**3
+
+
+def test_chain_of_additions_counts_every_one_as_written():
+    def chain(x, y, z, w):
+        for _ in range(1000):
+            x = x + y + z + w
+        return x
+
+    costs = cost(chain)(*[f32(10)] * 4)
+    assert costs.flops == costs.other_flops == 1000 * 3 * 10
+    assert costs.bytes == 1000 * 3 * 3 * 10 * 4
+    assert costs.fused_bytes == 5 * 10 * 4
+
+
+ONE = {
+    "integer product": (lambda x: x.astype(jnp.int32) @ x.astype(jnp.int32), 2 * 8**3, None),
+    "integers": (lambda x: jnp.arange(8) * 3 + 1, 0, 0),
+    "exp": (jnp.exp, 0, 64),
+    "cube": (lambda x: x**3, 2 * 64, 0),
+    "thirteenth power": (lambda x: x**13, 5 * 64, 0),
+    "inverse square": (lambda x: x**-2, 2 * 64, 0),
+    "sum": (lambda x: x.sum(), 63, 0),
+    "sums of rows": (lambda x: x.sum(1), 8 * 7, 0),
+    "cumulative sum": (lambda x: jnp.cumsum(x, 1), 8 * 7, 0),
+    "fft": (jnp.fft.fft, 8 * 5 * 8 * 3, None),
+    "cholesky": (lambda x: jax.lax.linalg.cholesky(x, symmetrize_input=False), 204, None),
+    "triangular solve": (
+        lambda x: jax.lax.linalg.triangular_solve(x, x, left_side=True, lower=True), 8**3, None,
+    ),
+    "gather": (lambda x: x[jnp.array([1, 2])], 0, 0),
+    "scatter-add": (lambda x: x.at[jnp.array([1, 2])].add(1.0), 16, 0),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ONE)
+def test_one_operation(name):
+    f, flops, transcendentals = ONE[name]
+    costs = cost(f)(f32(8, 8))
+    assert costs.flops == flops
+    assert transcendentals in (None, costs.transcendentals)
+
+
+def test_complex_product_is_four_real_ones():
+    x = S((8, 8), jnp.complex64)
+    assert cost(lambda x: x @ x)(x).matrix == {"complex64": 8 * 8**3}
+
+
+def test_products_are_told_apart_by_what_they_multiply():
+    def f(x, y):
+        return x @ x, jnp.matmul(y, y, precision="highest"), y @ y
+
+    assert cost(f)(S((4, 4), jnp.bfloat16), f32(4, 4)).matrix == {
+        "bfloat16": 128, "float32@highest": 128, "float32": 128,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("stride", [1, 2, 3])
+@pytest.mark.parametrize("padding", ["VALID", "SAME"])
+def test_gradient_of_a_convolution_is_twice_the_convolution(stride, padding):
+    def conv(x, w):
+        dims = ("NHWC", "HWIO", "NHWC")
+        return jax.lax.conv_general_dilated(x, w, (stride,) * 2, padding, dimension_numbers=dims)
+
+    args = f32(2, 11, 11, 3), f32(3, 3, 3, 5)
+    forward = cost(conv)(*args).matrix_flops
+    if padding == "VALID":
+        out = (11 - 3) // stride + 1
+        assert forward == 2 * 2 * out**2 * 5 * 3 * 3 * 3
+    both = cost(jax.grad(lambda *a: (conv(*a) ** 2).sum(), argnums=(0, 1)))(*args)
+    assert both.matrix_flops == 3 * forward
+
+
+@pytest.mark.parametrize("groups", [1, 3])
+def test_grouped_convolution_multiplies_within_groups(groups):
+    def conv(x, w):
+        return jax.lax.conv_general_dilated(x, w, (1,), "VALID", feature_group_count=groups)
+
+    x, w = f32(2, 6, 10), f32(9, 6 // groups, 3)
+    assert cost(conv)(x, w).flops == 2 * 2 * 8 * 9 * 3 * 6 // groups
+    both = cost(jax.grad(lambda *a: (conv(*a) ** 2).sum(), argnums=(0, 1)))(x, w)
+    assert both.matrix_flops == 3 * 2 * 2 * 8 * 9 * 3 * 6 // groups
+
+
+def test_ragged_product_multiplies_each_row_once():
+    x, w, sizes = f32(32, 16), f32(4, 16, 24), S((4,), jnp.int32)
+    assert cost(jax.lax.ragged_dot)(x, w, sizes).flops == 2 * 32 * 16 * 24
+    grads = cost(jax.grad(lambda x, w, n: (jax.lax.ragged_dot(x, w, n) ** 2).sum(), argnums=(0, 1)))
+    assert grads(x, w, sizes).matrix_flops == 3 * 2 * 32 * 16 * 24
+
+
+# ---- what encloses others
+# ----------------------------------------------------------------------------
+
+
+PRODUCT = 2 * 8**3
+x88 = f32(8, 8)
+
+
+@jax.custom_vjp
+def doubled(x):
+    return x @ x
+
+
+doubled.defvjp(lambda x: (x @ x, x), lambda x, g: (g @ x @ x,))
+
+
+@jax.custom_jvp
+def squared(x):
+    return x @ x
+
+
+squared.defjvp(lambda p, t: (p[0] @ p[0], t[0] @ p[0] + p[0] @ t[0]))
+
+ENCLOSED = {
+    "jit": (jax.jit(lambda x: x @ x), 1),
+    "scan": (lambda x: jax.lax.scan(lambda c, _: (c @ c, None), x, length=5)[0], 5),
+    "nested scan": (
+        lambda x: jax.lax.scan(
+            lambda c, _: (jax.lax.scan(lambda c, _: (c @ c, None), c, length=3)[0], None), x,
+            length=5
+        )[0], 15,
+    ),
+    "counted loop": (lambda x: jax.lax.fori_loop(0, 7, lambda i, c: c @ c, x), 7),
+    "map": (lambda x: jax.lax.map(lambda v: x @ v, x), 1),
+    "remat": (jax.checkpoint(lambda x: x @ x), 1),
+    "custom_jvp": (squared, 1),
+    "jvp of custom_jvp": (lambda x: jax.jvp(squared, (x,), (x,)), 3),
+    "custom_vjp": (doubled, 1),
+    "gradient of custom_vjp": (jax.grad(lambda x: doubled(x).sum()), 3),
+    "vmap": (lambda x: jax.vmap(lambda a: a @ x)(jnp.stack([x] * 6)), 6),
+    "vmap of cond": (
+        lambda x: jax.vmap(lambda p: jax.lax.cond(p, lambda: x @ x, lambda: x))(jnp.ones(3, bool)),
+        3,
+    ),
+    "linearize": (lambda x: jax.linearize(lambda y: y @ x, x)[1](x), 2),
+    "known branch": (lambda x: jax.lax.cond(True, lambda: x @ x, lambda: x), 1),
+    "associative scan": (lambda x: jax.lax.associative_scan(jnp.matmul, jnp.stack([x] * 4)), 4),
+    "platform": (
+        lambda x: jax.lax.platform_dependent(x, cpu=lambda x: x @ x, default=lambda x: x @ x @ x),
+        1,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ENCLOSED)
+def test_products_are_counted_through(name):
+    f, products = ENCLOSED[name]
+    assert cost(f)(x88).matrix_flops == products * PRODUCT
+
+
+def test_loop_without_a_count_is_a_symbol():
+    def f(x):
+        return jax.lax.while_loop(lambda x: x[0, 0] < 9.0, lambda x: x @ x, x)
+
+    costs = cost(f)(x88)
+    (symbol,) = costs.trips
+    assert "test_cost.py" in costs.trips[symbol]
+    assert costs.at(**{symbol: 4}).matrix_flops == 4 * PRODUCT
+    assert costs.at(**{symbol: 4}).other_flops == 5  # the condition runs once more than the body
+    with pytest.raises(ValueError, match=r"how often T1 runs.*cost\.at\(T1=…\)"):
+        float(costs.flops)
+    with pytest.raises(ValueError, match="`at` got T7; the loops without a count are T1"):
+        costs.at(T7=1)
+
+
+def test_nested_loops_multiply_their_symbols():
+    def inner(x):
+        return jax.lax.while_loop(lambda x: x[0, 0] < 9.0, lambda x: x @ x, x)
+
+    def f(x):
+        return jax.lax.while_loop(lambda x: x[0, 0] < 1.0, inner, x)
+
+    assert cost(f)(x88).at(T1=3, T2=5).matrix_flops == 15 * PRODUCT
+
+
+def test_counter_with_known_bounds_is_no_symbol():
+    def f(x, n):
+        return jax.lax.fori_loop(0, n, lambda i, c: c @ c, x)
+
+    assert cost(f)(x88, 7).matrix_flops == 7 * PRODUCT
+    assert cost(f)(x88, S((), jnp.int32)).trips
+
+
+def test_branches_give_bounds_and_a_mean():
+    f = lambda i, x: jax.lax.switch(
+        i, [lambda x: x, lambda x: x @ x, lambda x: x @ x @ x @ x @ x], x
+    )
+    costs = cost(f)(S((), jnp.int32), x88)
+    found = [c.matrix_flops for c in (costs.low, costs.total, costs.high)]
+    assert found == [0, Fraction(5 * PRODUCT, 3), 4 * PRODUCT]
+    looped = cost(lambda i, x: jax.lax.scan(lambda c, _: (f(i, c), None), x, length=6)[0])
+    assert looped(S((), jnp.int32), x88).high.matrix_flops == 24 * PRODUCT
+
+
+def test_remat_in_a_scan_counts_forward_recompute_and_twice_backward():
+    def loss(w):
+        step = jax.checkpoint(lambda c, w: (jnp.sin(jnp.sin(c @ w)), None))
+        return jax.lax.scan(step, jnp.ones((8, 8)), w)[0].sum()
+
+    costs = cost(jax.grad(loss))(f32(24, 8, 8))
+    assert costs.matrix_flops == 24 * (1 + 1 + 2) * PRODUCT
+    assert costs.recompute.matrix_flops == 24 * PRODUCT
+    assert costs.model_flops == 24 * 3 * PRODUCT
+    # Again run: both sines but the last; its cosines, which only the backward pass needs, are not.
+    assert costs.recompute.transcendentals == 24 * 64
+    phases = {name: c.matrix_flops for name, c in costs.by_phase().items()}
+    assert phases == {"forward": 24 * PRODUCT, "recompute": 24 * PRODUCT, "backward": 48 * PRODUCT}
+
+
+def test_linear_layers_have_nothing_to_recompute():
+    def loss(w):
+        step = jax.checkpoint(lambda c, w: (c @ w, None))
+        return jax.lax.scan(step, jnp.ones((8, 8)), w)[0].sum()
+
+    costs = cost(jax.grad(loss))(f32(24, 8, 8))
+    assert costs.matrix_flops == 24 * 3 * PRODUCT
+    assert not costs.recompute.flops
+
+
+def mesh():
+    return jax.make_mesh((4, 2), ("dp", "tp"), axis_types=(AxisType.Auto,) * 2)
+
+
+def test_shard_map_counts_each_device_and_all():
+    def f(x, w):
+        y = jax.lax.psum(x @ w, "tp")
+        y = jax.lax.all_gather(y, "dp", tiled=True)
+        return jax.lax.psum_scatter(y, "dp", tiled=True)
+
+    specs = P("dp", "tp"), P("tp", None)
+    sharded = jax.shard_map(f, mesh=mesh(), in_specs=specs, out_specs=P("dp"), check_vma=False)
+    costs = cost(sharded)(f32(32, 16), f32(16, 8))
+    part = 2 * 8 * 8 * 8
+    assert costs.per_device.matrix_flops == part
+    assert costs.matrix_flops == 8 * part
+    assert costs.devices == 8
+    y = 8 * 8 * 4
+    assert costs.per_device.collective_bytes == {
+        "tp": 2 * y * (2 - 1) / 2,
+        "dp": y * (4 - 1) + 4 * y * (4 - 1) / 4,
+    }
+    assert costs.collective_bytes["tp"] == 8 * y
+
+
+COLLECTIVES = {
+    "psum over both": (lambda x: jax.lax.psum(x, ("dp", "tp")), {"dp": 24, "tp": 32}),
+    "pmax": (lambda x: jax.lax.pmax(x, "dp"), {"dp": 48}),
+    "ring": (lambda x: jax.lax.ppermute(x, "dp", [(i, (i + 1) % 4) for i in range(4)]), {"dp": 32}),
+    "one pair": (lambda x: jax.lax.ppermute(x, "dp", [(0, 1)]), {"dp": 8}),
+    "all_to_all": (lambda x: jax.lax.all_to_all(x, "dp", 0, 0, tiled=True), {"dp": 24}),
+    "gather over both": (lambda x: jax.lax.all_gather(x, ("dp", "tp")), {"dp": 96, "tp": 128}),
+}
+
+
+@pytest.mark.parametrize("name", COLLECTIVES)
+def test_collective_bytes_are_those_of_rings(name):
+    f, expected = COLLECTIVES[name]
+    g = jax.shard_map(f, mesh=mesh(), in_specs=P(), out_specs=P(), check_vma=False)
+    assert cost(g)(f32(8)).per_device.collective_bytes == expected
+
+
+def matmul_kernel(x_ref, y_ref, o_ref):
+    o_ref[...] = x_ref[...] @ y_ref[...]
+
+
+product = pl.pallas_call(
+    matmul_kernel,
+    grid=(4, 4),
+    in_specs=[
+        pl.BlockSpec((8, 32), lambda i, j: (i, 0)),
+        pl.BlockSpec((32, 8), lambda i, j: (0, j)),
+    ],
+    out_specs=pl.BlockSpec((8, 8), lambda i, j: (i, j)),
+    out_shape=jax.ShapeDtypeStruct((32, 32), jnp.float32),
+)
+
+
+def test_kernel_counts_its_body_at_each_point_of_its_grid():
+    costs = cost(product)(f32(32, 32), f32(32, 32))
+    assert costs.flops == 2 * 32**3
+    # A row of blocks of x is fetched when i changes, one of y at every point, each result stored
+    # once.
+    assert costs.bytes == 4 * (4 * 8 * 32 + 16 * 32 * 8 + 16 * 8 * 8)
+    assert costs.fused_bytes == 3 * 4 * 32 * 32
+    assert cost(jax.vmap(product))(f32(3, 32, 32), f32(3, 32, 32)).flops == 3 * 2 * 32**3
+
+
+# ---- bytes and places
+# --------------------------------------------------------------------------------
+
+
+def test_three_models_of_bytes():
+    costs = cost(lambda x: jnp.sin(x) * 2 + 1)(f32(100))
+    assert costs.bytes == 3 * 2 * 400
+    assert costs.fused_bytes == 2 * 400
+
+
+@pytest.mark.parametrize("device", ["cpu", "H200"])
+def test_compiled_program_is_counted_through_its_loops(device):
+    f = lambda x: jax.lax.scan(lambda c, _: (jnp.sin(c @ x), None), x, length=5)[0]
+    try:
+        costs = cost(f, compiled=device)(f32(256, 256))
+    except RuntimeError as error:
+        pytest.skip(str(error))
+    assert costs.compiled.matrix_flops == costs.matrix_flops == 5 * 2 * 256**3
+    assert costs.fused_bytes / 2 < costs.compiled.bytes < 2 * costs.bytes
+    assert "compiled, each device runs" in str(costs)
+
+
+def test_compiled_program_leaves_out_what_nothing_needs():
+    def f(x):
+        x @ x
+        return x + 1
+
+    assert cost(f, compiled="cpu")(x88).compiled.matrix_flops == 0 < cost(f)(x88).matrix_flops
+
+
+def test_fused_loop_moves_its_carry_and_slices_each_time():
+    costs = cost(lambda x, w: jax.lax.scan(lambda c, w: (jnp.sin(c * w) + 1, None), x, w)[0])
+    assert costs(f32(100), f32(7, 100)).fused_bytes == 7 * 3 * 400
+
+
+def test_slices_move_what_they_take():
+    assert cost(lambda x: x[5])(f32(1000, 10)).fused_bytes == 2 * 40
+    rows = cost(lambda x, i: x[i])(f32(1000, 10), S((3,), jnp.int32))
+    assert float(rows.by_primitive()["gather"].fused_bytes) <= 2 * 3 * 40 + 2 * 3 * 4
+    assert cost(lambda x: x.at[3].set(0.0))(f32(1000, 10)).fused_bytes < 200
+
+
+def test_rows_add_up_to_the_total_by_line_and_by_scope():
+    def f(x):
+        with jax.named_scope("first"):
+            x = jnp.sin(x @ x)
+        with jax.named_scope("second"):
+            return jax.jit(lambda x: x @ x @ x)(x)
+
+    costs = cost(jax.grad(lambda x: f(x).sum()))(x88)
+    scopes = costs.by_scope()
+    assert scopes["first"].matrix_flops == 3 * PRODUCT
+    assert scopes["second"].matrix_flops == 6 * PRODUCT
+    for groups in (costs.by_line(), costs.by_scope(), costs.by_phase(), costs.by_primitive()):
+        assert sum(c.flops for c in groups.values()) == costs.flops
+        assert sum(c.bytes for c in groups.values()) == costs.bytes
+    line = f.__code__.co_firstlineno + 2
+    dearest = {k: c for k, c in costs.by_line().items() if f":{line} " in k}
+    assert [c.matrix_flops for c in dearest.values()] == [3 * PRODUCT]
+
+
+# ---- unknown primitives
+# --------------------------------------------------------------------------------
+
+
+def unknown(x):
+    return jax.pure_callback(lambda x: x, x, x) + 1
+
+
+def test_unknown_primitive_raises_with_its_line_and_three_lines_to_register():
+    with pytest.raises(NotImplementedError) as error:
+        cost(unknown)(f32(3))
+    message = str(error.value)
+    line = unknown.__code__.co_firstlineno + 1
+    assert f"`pure_callback` at {__file__}:{line}" in message
+    assert '@xform.cost_rule("pure_callback")' in message
+
+
+def test_unknown_primitive_is_listed_where_not_strict():
+    costs = cost(unknown, strict=False)(f32(3))
+    assert list(costs.unknown) == ["pure_callback"]
+    assert "no rule for `pure_callback`" in str(costs)
+    assert costs.flops == 3
+
+
+def test_registered_rule_counts():
+    @cost_rule("pure_callback")
+    def callback_cost(eqn):
+        return Work(other=7 * eqn.outvars[0].aval.size)
+
+    try:
+        assert cost(unknown)(f32(3)).flops == 7 * 3 + 3
+    finally:
+        del RULES["pure_callback"]
+
+
+# ---- attention
+# -------------------------------------------------------------------------------------------
+
+
+B, H, D, V = 2, 4, 16, 8
+
+
+def qkv(length, dtype=jnp.float32):
+    return [S((B, length, H, n), dtype) for n in (D, D, V)]
+
+
+def attend(q, k, v, mask=None):
+    return flex_attention(q, k, v, mask_mod=causal() if mask is None else mask)
+
+
+def test_causal_attention_by_four_conventions():
+    length = 512
+    costs = cost(attend)(*qkv(length))
+    ((a, times),) = costs.attention
+    full = 2 * length**2 * (D + V) * B * H
+    assert (times, a.full, a.model) == (1, full, full / 2)
+    assert a.exact == 2 * (length * (length + 1) // 2) * (D + V) * B * H
+    assert a.tiles == costs.matrix_flops
+    assert a.exact < a.tiles < 1.6 * a.exact
+    assert costs.model_flops == full / 2
+
+
+def test_backward_of_attention_is_five_products_of_which_one_is_recompute():
+    length = 512
+    loss = lambda *args: (attend(*args) ** 2).sum()
+    costs = cost(jax.grad(loss, argnums=(0, 1, 2)))(*qkv(length))
+    forward, backward = (a for a, _ in costs.attention)
+    pairs = length**2 * B * H
+    assert forward.full == 2 * pairs * (D + V)
+    assert backward.full == 2 * pairs * (3 * D + 2 * V)  # s and dq, dk; da v^T and dv
+    assert costs.model_flops == 3 * pairs * (D + V)  # half of 2 for each product, twice backward
+    assert costs.recompute.matrix_flops == backward.tiles * D / (3 * D + 2 * V)
+
+
+def test_masks_that_read_known_arrays_are_counted_exactly():
+    length = 512
+    ids = jnp.arange(length)[None].repeat(B, 0) // 128
+    f = lambda q, k, v, ids: attend(q, k, v, causal() & documents(ids))
+    ((known, _),) = cost(f)(*qkv(length), ids).attention
+    assert known.exact == 2 * 4 * (128 * 129 // 2) * (D + V) * B * H
+    assert cost(lambda q, k, v: f(q, k, v, ids))(*qkv(length)).attention[0][0] == known
+    assert cost(jax.jit(f))(*qkv(length), ids).attention[0][0].exact == known.exact
+
+
+def test_masks_that_read_unknown_arrays_give_bounds():
+    length = 512
+    ids = S((B, length), jnp.int32)
+    costs = cost(lambda q, k, v, ids: attend(q, k, v, causal() & documents(ids)))(*qkv(length), ids)
+    ((a, _),) = costs.attention
+    plain = cost(attend)(*qkv(length))
+    assert a.exact is None
+    assert a.causal
+    # Masks that tell rows of a batch apart have tiles of another size.
+    assert plain.matrix_flops <= costs.high.matrix_flops < 1.3 * plain.matrix_flops
+    assert costs.low.matrix_flops < plain.matrix_flops
+    assert "unknown, the mask reads arrays" in str(costs)
+
+
+def test_attention_under_scan_and_vmap():
+    length = 256
+    one = cost(attend)(*qkv(length)).matrix_flops
+    stacked = [S((3, *x.shape), x.dtype) for x in qkv(length)]
+    assert cost(jax.vmap(attend))(*stacked).matrix_flops == 3 * one
+    mapped = lambda q, k, v: jax.lax.map(lambda x: attend(*x), (q, k, v))
+    assert cost(mapped)(*stacked).matrix_flops == 3 * one
+
+
+def test_causal_attention_can_not_pass_the_peak_by_its_formula():
+    """At 16k the full formula says twice what runs: MFU counts half."""
+    q = S((1, 16_384, 1, 64), jnp.bfloat16)
+    ((a, _),) = cost(attend)(q, q, q).attention
+    assert a.exact is not None
+    assert a.model < a.exact < a.tiles < 1.05 * a.model
+    assert a.full == 2 * a.model
+
+
+# ---- models
+# ------------------------------------------------------------------------------------------------
+
+
+def grad_products(f, *args):
+    costs = cost(jax.grad(lambda *a: (f(*a) ** 2).sum(), argnums=tuple(range(len(args)))))(*args)
+    return costs.matrix_flops
+
+
+def test_example_model_counts_what_its_formula_says():
+    config, length = llama.Config(), 256
+    params = jax.eval_shape(partial(llama.init, config), jax.random.key(0))
+    rows = jax.eval_shape(lambda: Rows(*[np.zeros((2, length), np.int32)] * 3))
+    step = jax.value_and_grad(lambda p, r: llama.loss(p, r, config)[0])
+    with jax.numpy_rank_promotion("allow"):
+        costs = cost(step)(params, rows)
+    assert costs.model_flops == 2 * length * llama.flops_per_token(config, length)
+
+
+def block(x, p, heads):
+    """A transformer block on [B, T, M]: attention of all pairs, then a GELU layer."""
+    norm = lambda x: (
+        (x - x.mean(-1, keepdims=True)) * jax.lax.rsqrt(x.var(-1, keepdims=True) + 1e-5)
+    )
+    q, k, v = ((norm(x) @ p[n]).reshape(*x.shape[:2], heads, -1) for n in "qkv")
+    a = jax.nn.softmax(jnp.einsum("bthd,bshd->bhts", q, k))
+    x = x + jnp.einsum("bhts,bshd->bthd", a, v).reshape(x.shape) @ p["o"]
+    return x + jax.nn.gelu(norm(x) @ p["up"]) @ p["down"]
+
+
+def block_params(layers, m):
+    sizes = dict.fromkeys("qkvo", (m, m)) | {"up": (m, 4 * m), "down": (4 * m, m)}
+    return {n: f32(layers, *s) for n, s in sizes.items()}
+
+
+def block_flops(b, t, m):
+    return 2 * b * t * 12 * m**2 + 4 * b * t**2 * m
+
+
+def test_gpt_that_scans_over_its_layers():
+    b, t, m, layers = 2, 32, 64, 5
+    f = lambda p, x: jax.lax.scan(lambda x, p: (block(x, p, 4), None), x, p)[0]
+    args = block_params(layers, m), f32(b, t, m)
+    assert cost(f)(*args).matrix_flops == layers * block_flops(b, t, m)
+    assert grad_products(f, *args) == 3 * layers * block_flops(b, t, m)
+
+
+def test_vit():
+    b, m, patch, side = 2, 64, 8, 32
+
+    def vit(image, kernel, p, head):
+        dims = ("NHWC", "HWIO", "NHWC")
+        x = jax.lax.conv_general_dilated(
+            image, kernel, (patch,) * 2, "VALID", dimension_numbers=dims
+        )
+        x = x.reshape(b, -1, m)
+        x = jax.lax.scan(lambda x, p: (block(x, p, 4), None), x, p)[0]
+        return x.mean(1) @ head
+
+    args = f32(b, side, side, 3), f32(patch, patch, 3, m), block_params(3, m), f32(m, 10)
+    t = (side // patch) ** 2
+    forward = 2 * b * t * patch**2 * 3 * m + 3 * block_flops(b, t, m) + 2 * b * m * 10
+    assert cost(vit)(*args).matrix_flops == forward
+    assert grad_products(vit, *args) == 3 * forward
+
+
+def test_mixture_of_experts():
+    tokens, m, hidden, experts, k = 64, 32, 48, 4, 2
+
+    def moe(x, router, up, down):
+        weights, chosen = jax.lax.top_k(jax.nn.softmax(x @ router), k)
+        order = jnp.argsort(chosen.ravel())
+        sizes = jnp.bincount(chosen.ravel(), length=experts)
+        rows = x[order // k]
+        h = jax.nn.gelu(jax.lax.ragged_dot(rows, up, sizes))
+        y = jax.lax.ragged_dot(h, down, sizes) * weights.ravel()[order][:, None]
+        return jnp.zeros_like(x).at[order // k].add(y)
+
+    args = f32(tokens, m), f32(m, experts), f32(experts, m, hidden), f32(experts, hidden, m)
+    forward = 2 * tokens * m * experts + 2 * k * tokens * 2 * m * hidden
+    assert cost(moe)(*args).matrix_flops == forward
+    assert grad_products(moe, *args) == 3 * forward
+
+
+@pytest.mark.skipif(not find_spec("equinox"), reason="equinox is not installed")
+def test_equinox_module():
+    import equinox as eqx
+
+    model = eqx.nn.MLP(16, 8, 32, 3, key=jax.random.key(0))
+    arrays, rest = eqx.partition(model, eqx.is_array)
+    loss = lambda arrays, x: (jax.vmap(eqx.combine(arrays, rest))(x) ** 2).sum()
+    forward = 2 * 4 * (16 * 32 + 2 * 32 * 32 + 32 * 8)
+    assert cost(loss)(arrays, f32(4, 16)).matrix_flops == forward
+    # The first layer needs no gradient of its input.
+    costs = cost(jax.grad(loss))(arrays, f32(4, 16))
+    assert costs.matrix_flops == 3 * forward - 2 * 4 * 16 * 32
+
+
+@pytest.mark.skipif(not find_spec("flax"), reason="flax is not installed")
+def test_flax_nnx_module():
+    from flax import nnx
+
+    class Model(nnx.Module):
+        def __init__(self, rngs):
+            self.first = nnx.Linear(16, 32, rngs=rngs)
+            self.second = nnx.Linear(32, 8, rngs=rngs)
+
+        def __call__(self, x):
+            return self.second(nnx.relu(self.first(x)))
+
+    graph, state = nnx.split(Model(nnx.Rngs(0)))
+    loss = lambda state, x: (nnx.merge(graph, state)(x) ** 2).sum()
+    forward = 2 * 4 * (16 * 32 + 32 * 8)
+    assert cost(loss)(state, f32(4, 16)).matrix_flops == forward
+    costs = cost(jax.grad(loss))(state, f32(4, 16))
+    assert costs.matrix_flops == 3 * forward - 2 * 4 * 16 * 32
+
+
+def test_whole_step_from_shapes_alone():
+    def step(params, x):
+        loss, grads = jax.value_and_grad(lambda w: (jnp.tanh(x @ w) ** 2).mean())(params)
+        return params - 0.1 * grads, loss
+
+    costs = cost(jax.jit(step))(f32(1 << 16, 1 << 16), f32(1 << 10, 1 << 16))
+    assert costs.matrix_flops == 2 * 2 * 2**10 * 2**32
+
+
+def test_counting_is_quicker_than_tracing():
+    """Tracing 4,000 equations takes seconds; counting them is not what one waits for."""
+    import time
+
+    from xform._cost import cost_of
+
+    def deep(x, w):
+        for i in range(100):
+            x = jnp.tanh(x @ w[i % 8]) * 2 + 1
+        return x.sum()
+
+    start = time.process_time()
+    jaxpr = trace(jax.grad(deep), f32(2, 4), f32(8, 4, 4))
+    tracing = time.process_time() - start
+    assert sum(1 for _ in walk(jaxpr)) > 1000
+    counting = []
+    for _ in range(3):
+        start = time.process_time()
+        cost_of(jaxpr)
+        counting.append(time.process_time() - start)
+    assert min(counting) < tracing / 2

@@ -1,0 +1,149 @@
+"""A checkpoint is whole or not there, whatever happens to the disk or to the arrays."""
+
+import shutil
+import subprocess
+from contextlib import contextmanager
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+pytest.importorskip("orbax.checkpoint")
+
+from xform.sharding import make_mesh, shardings
+from xform.train.checkpoint import Checkpoints
+
+RNG = np.random.default_rng(0)
+SMALL, LARGE = (jnp.asarray(RNG.normal(size=n), jnp.float32) for n in (20_000, 1_000_000))
+
+
+def mesh_of(dp: int, tp: int):
+    return make_mesh(dp=dp, tp=tp, devices=jax.devices("cpu")[: dp * tp])
+
+
+def test_a_state_comes_back_bitwise_on_another_mesh_and_in_part(tmp_path):
+    x = RNG.normal(size=(8, 6)).astype(np.float32)
+    place = lambda mesh, spec: jax.device_put(x, shardings(mesh, spec))
+    state = {"params": {"x": place(mesh_of(4, 2), P("dp", "tp"))}, "key": jax.random.key(3)}
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(7, state, {"lr": 0.1})
+    like = {"params": {"x": place(mesh_of(1, 2), P(None, "tp"))}}
+    with Checkpoints(tmp_path) as checkpoints:
+        assert (checkpoints.latest, checkpoints.info()) == (7, {"lr": 0.1})
+        found = checkpoints.restore(like)
+        key = checkpoints.restore({"key": jax.random.key(0)})["key"]
+    np.testing.assert_array_equal(found["params"]["x"], x)
+    assert found["params"]["x"].sharding == like["params"]["x"].sharding
+    assert key.dtype == state["key"].dtype
+    np.testing.assert_array_equal(jax.random.key_data(key), jax.random.key_data(state["key"]))
+
+
+def test_arrays_may_be_donated_while_they_are_written(tmp_path):
+    x = jnp.asarray(LARGE)
+    step = jax.jit(lambda x: x * 0 - 1, donate_argnums=0)
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(1, {"x": x + 0}, {})
+        y = x + 0
+        checkpoints.save(2, {"x": y}, {})
+        for _ in range(3):
+            y = step(y)
+        y.block_until_ready()
+        checkpoints.wait()
+        np.testing.assert_array_equal(checkpoints.restore({"x": x})["x"], LARGE)
+
+
+def test_the_newest_are_kept_and_half_a_checkpoint_is_cleared_away(tmp_path):
+    with Checkpoints(tmp_path, keep=2) as checkpoints:
+        for step in (1, 2, 3):
+            checkpoints.save(step, {"x": SMALL + step}, {})
+    assert {path.name for path in tmp_path.iterdir()} == {"2", "3"}
+    # As a process leaves it that is killed while it writes.
+    shutil.copytree(tmp_path / "3", tmp_path / "4.orbax-checkpoint-tmp")
+    shutil.rmtree(tmp_path / "4.orbax-checkpoint-tmp" / "x")
+    for read_only in (True, False):  # the first leaves it alone: someone may be writing it
+        with Checkpoints(tmp_path, read_only=read_only) as checkpoints:
+            assert (tmp_path / "4.orbax-checkpoint-tmp").is_dir() == read_only
+            assert checkpoints.latest == 3
+            np.testing.assert_array_equal(checkpoints.restore({"x": SMALL})["x"], SMALL + 3)
+    assert {path.name for path in tmp_path.iterdir()} == {"2", "3"}
+
+
+def test_every_leaf_that_differs_is_named(tmp_path):
+    state = {
+        "params": {"w": SMALL, "b": SMALL[:2], "old": SMALL},
+        "optimizer": (SMALL, {"n": 1 + SMALL}),
+    }
+    like = {
+        "params": {"w": SMALL[:3], "b": SMALL[:2].astype("bfloat16"), "new": SMALL},
+        "optimizer": (SMALL, {"n": 1 + SMALL}),
+        "key": jax.random.key(0),
+    }
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(5, state, {})
+        checkpoints.wait()
+        with pytest.raises(ValueError, match=r"/5` is of another program: ") as error:
+            checkpoints.restore(like)
+    for words in (
+        "`params/w` is float32[20000] there and float32[3] here",
+        "`params/b` is float32[2] there and bfloat16[2] here",
+        "`params/old` is float32[20000] there and missing here",
+        "`params/new` is missing there and float32[20000] here",
+        "it holds no `key`",
+    ):
+        assert words in str(error.value)
+    assert "optimizer" not in str(error.value)
+
+
+def test_where_there_is_none_it_says_so(tmp_path):
+    with Checkpoints(tmp_path / "new") as checkpoints:
+        assert checkpoints.latest is None
+        with pytest.raises(FileNotFoundError, match=r"no checkpoint in `.*new`"):
+            checkpoints.restore({"x": SMALL})
+    with pytest.raises(FileNotFoundError, match=r"no checkpoints: `.*nothing` is no folder"):
+        Checkpoints(tmp_path / "nothing", read_only=True)
+    assert not (tmp_path / "nothing").exists()
+
+
+@contextmanager
+def small_files(path):
+    """No file may grow beyond 300 kB: writes fail as they do on a full disk."""
+    resource = pytest.importorskip("resource")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, before[1]))
+    try:
+        yield "File too large"
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@contextmanager
+def small_disk(path):
+    """The folder is a disk of 2 MB."""
+    mount = ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(path)]
+    if not shutil.which("mount") or subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("this user may not mount a file system")
+    try:
+        yield "No space left on device"
+    finally:
+        subprocess.run(["umount", "--lazy", str(path)], check=True)
+
+
+@pytest.mark.parametrize("full", [small_files, small_disk])
+def test_a_full_disk_is_an_error_and_the_last_checkpoint_stays(tmp_path, full):
+    with full(tmp_path) as reason:
+        with Checkpoints(tmp_path) as checkpoints:
+            checkpoints.save(1, {"x": SMALL}, {"at": 1})
+            checkpoints.wait()
+            checkpoints.save(2, {"x": LARGE}, {"at": 2})
+            with pytest.raises(
+                OSError, match=rf"4.0 MB could not be .*{reason}.*that of step 1 is"
+            ):
+                checkpoints.wait()
+        assert {path.name for path in tmp_path.iterdir()} == {"1"}
+        with pytest.raises(OSError, match=reason), Checkpoints(tmp_path) as checkpoints:
+            checkpoints.save(2, {"x": LARGE}, {"at": 2})
+        with Checkpoints(tmp_path) as checkpoints:
+            assert checkpoints.info() == {"at": 1}
+            np.testing.assert_array_equal(checkpoints.restore({"x": SMALL})["x"], SMALL)

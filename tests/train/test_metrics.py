@@ -1,0 +1,75 @@
+import json
+
+import pytest
+
+pytest.importorskip("matplotlib")
+
+from xform.train.metrics import _POINTS, Metrics, _thinned, replace
+
+PANELS = {"loss": "loss", "rate": "tokens per second"}
+
+
+def lines(folder) -> list[dict]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_resumed_run_drops_what_was_not_saved_and_what_was_cut_off(tmp_path):
+    with Metrics(tmp_path, PANELS) as metrics:
+        for step in range(1, 8):
+            metrics.write(step, loss=1 / step, rate=None if step == 1 else 9.5)
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 8, "lo')
+    with Metrics(tmp_path, PANELS, done=5) as metrics:
+        assert [x["step"] for x in lines(tmp_path)] == [1, 2, 3, 4, 5]
+        metrics.write(6, loss=0.5, rate=8.0)
+    assert lines(tmp_path)[-2:] == [
+        {"step": 5, "loss": 0.2, "rate": 9.5},
+        {"step": 6, "loss": 0.5, "rate": 8.0},
+    ]
+
+
+def test_the_picture_is_redrawn_as_the_run_goes_on(tmp_path, monkeypatch):
+    monkeypatch.setattr("xform.train.metrics._SECONDS_BETWEEN", 0.0)
+    monkeypatch.setattr("xform.train.metrics._LARGEST_SHARE", 1e9)
+    picture = tmp_path / "curves.png"
+    with Metrics(tmp_path, PANELS) as metrics:
+        metrics.write(1, loss=3.0, rate=None)
+        first = picture.read_bytes()
+        metrics.write(2, loss=1.0, rate=2.0)
+        assert picture.read_bytes() != first
+    assert first.startswith(b"\x89PNG")
+    assert {path.name for path in tmp_path.iterdir()} == {"curves.png", "metrics.jsonl"}
+
+
+def test_many_points_are_thinned_to_means():
+    import numpy as np
+
+    assert _thinned(np.arange(5.0)).tolist() == [0, 1, 2, 3, 4]
+    thinned = _thinned(np.arange(3.0 * _POINTS))
+    assert thinned[:2].tolist() == [1, 4]
+    assert len(thinned) == _POINTS
+
+
+def test_a_full_disk_is_an_error_that_names_the_file(tmp_path):
+    resource = pytest.importorskip("resource")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with Metrics(tmp_path, PANELS) as metrics:
+        metrics.write(1, loss=1.0, rate=None)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (50, before[1]))
+        try:
+            with pytest.raises(OSError, match=r"step 2 could not .*jsonl`: File too large.*resume"):
+                metrics.write(2, loss=1.0, rate=None)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert not (tmp_path / "metrics.jsonl").read_text().endswith("\n"), "a part of it is there"
+    with Metrics(tmp_path, PANELS, done=1):
+        assert [x["step"] for x in lines(tmp_path)] == [1]
+
+
+def test_a_file_that_can_not_be_written_keeps_its_contents(tmp_path, monkeypatch):
+    path = tmp_path / "run.json"
+    replace(path, b"old")
+    monkeypatch.setattr("os.replace", lambda *_: (_ for _ in ()).throw(OSError("full")))
+    with pytest.raises(OSError, match="full"):
+        replace(path, b"new")
+    assert path.read_bytes() == b"old"

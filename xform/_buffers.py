@@ -1,0 +1,408 @@
+"""Which values of a program need memory, and when: a model of XLA's fusion and buffer assignment.
+
+* A *buffer* is a value that must exist: what a product, reduction, loop or collective makes, what
+  such an operation (but a reduction) reads, and what a program returns. All else is computed inside
+  the kernels that read it, and prolongs the life of the buffers that it is computed from.
+* A value that several kernels read is kept if computing it twice costs more than reading it: if it
+  is made of two arrays, or of an elementary function.
+* A view (reshape, transpose) is the buffer that it views. A kernel writes over an operand of the
+  same size that it reads last; a product can't. A scatter or `dynamic_update_slice` works in place.
+* Results have memory of their own; until one is made, a temporary value may be put where it will
+  be. A loop holds its operands, carry and stacked results throughout, and beside them the peak of
+  its body.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from xform._attention_cost import attention_program
+from xform._program import VIEWS, Node, Region, Value, carried, merge, own_inputs, program, prune
+
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+_VIEWS = VIEWS | {"transpose", "copy_p"}
+# What runs inside another kernel, of which some need more than one cycle for an element.
+_EXPENSIVE = _names(
+    """
+    exp exp2 expm1 log log1p log2 sqrt rsqrt cbrt pow sin cos tan asin acos atan atan2 sinh cosh
+    tanh asinh acosh atanh logistic erf erfc erf_inv lgamma digamma div rem integer_pow
+    """
+)
+_CHEAP = _names(
+    """
+    add sub mul neg add_any max min abs sign floor ceil round is_finite nextafter eq ne lt le gt ge
+    clamp square one_minus_square reciprocal conj real imag complex select_n convert_element_type
+    reduce_precision broadcast_in_dim iota concatenate pad rev slice dynamic_slice gather and or xor
+    not shift_left shift_right_logical shift_right_arithmetic population_count clz mulhi copy split
+    axis_index program_id platform_index create_token random_wrap random_unwrap
+    """
+)
+_REDUCTIONS = _names(
+    """
+    reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or reduce_xor argmax argmin
+    reduce
+    """
+)
+_IN_PLACE = _names(
+    """
+    dynamic_update_slice scatter scatter-add scatter-sub scatter-mul scatter-min scatter-max
+    """
+)
+
+
+@dataclass
+class Peak:
+    """The most that a region holds at once, beyond its inputs."""
+
+    bytes: int = 0
+    live: list[Value] = field(default_factory=list)
+    node: Node | None = None
+
+
+@dataclass
+class _Span:
+    """The life of one piece of memory, from the first to the last node that needs it.
+
+    Attributes:
+      values: what it holds, from which node on.
+    """
+
+    bytes: int
+    start: int
+    end: int
+    values: list[tuple[int, Value]]
+
+    def at(self, i: int) -> Value:
+        """What it holds at a node."""
+        return next(v for start, v in reversed(self.values) if start <= i)
+
+
+class Plan:
+    """The buffers of one region, and where each is made and last read."""
+
+    def __init__(
+        self,
+        region: Region,
+        local: dict[Value, int],
+        *,
+        donated: Mapping[Value, Value] | None = None,
+        body: Node | None = None,
+        eager: bool = False,
+    ):
+        self.region = region = _eager(region) if eager else region
+        self.local, self.donated, self.eager, self.body = local, dict(donated or {}), eager, body
+        self.stacked = self._stacked(body)
+        self.view: dict[Value, Value] = {}
+        for node in region.nodes:
+            if node.name in _VIEWS:
+                self.view.update(zip(node.outs, node.ins, strict=False))
+        self.kept = self._kept()
+        self.leaves = self._leaves()
+
+    def bytes(self, v: Value) -> int:
+        return self.local.get(v, v.bytes)
+
+    def root(self, v: Value) -> Value:
+        """What a view views."""
+        while v in self.view:
+            v = self.view[v]
+        return v
+
+    def _stacked(self, loop: Node | None) -> set[Value]:
+        """What a scan's body reads of stacked arrays, and what it writes to them."""
+        if loop is None or loop.name != "scan":
+            return set()
+        n = carried(loop)
+        inside = own_inputs(loop.eqn.params["jaxpr"], self.region)
+        return {*inside[n.consts + n.carry :], *self.region.outputs[n.carry :]}
+
+    def _kept(self) -> set[Value]:
+        """The values that are buffers: decided from the end, since readers decide."""
+        readers: dict[Value, list[Node]] = {}
+        forced = {self.root(v) for v in self.region.outputs if v not in self.stacked}
+        for node in self.region.nodes:
+            for v in map(self.root, node.ins if node.name not in _VIEWS else ()):
+                readers.setdefault(v, []).append(node)
+                if not _fuses_operands(node, v):
+                    forced.add(v)
+        kept: set[Value] = set()
+        ends: dict[Value, set] = {}
+        for node in reversed(self.region.nodes):
+            for v in node.outs if node.name not in _VIEWS else ():
+                ends[v] = into = self._sinks(readers.get(v, ()), kept, ends)
+                twice = len(into) > 1 and _worth_keeping(node, v)
+                if v in forced or not _fusible(node) or twice:
+                    kept.add(v)
+        for v in self.stacked.intersection(self.region.inputs):
+            if v in forced or len(self._sinks(readers.get(v, ()), kept, ends)) > 1:
+                kept.add(v)
+        return kept
+
+    def _sinks(self, readers: Iterable[Node], kept: set[Value], ends: dict[Value, set]) -> set:
+        """The kernels that compute a value with these readers inside; two stand for more."""
+        into: set = set()
+        for reader in readers:
+            fused = reader.outs and not any(v in kept for v in reader.outs)
+            into |= ends.get(reader.outs[0], set()) if fused else {reader}
+            if len(into) > 1:
+                break
+        return into
+
+    def _leaves(self) -> dict[Value, frozenset]:
+        """The buffers that each value is computed from: itself, if it is one."""
+        leaves: dict[Value, frozenset] = {}
+        for v in self.region.inputs:
+            leaves[v] = frozenset() if v in self.stacked and v not in self.kept else frozenset((v,))
+        for node in self.region.nodes:
+            below: frozenset = frozenset()
+            for v in node.ins:
+                below |= leaves.get(v, frozenset())
+            for v in node.outs:
+                if v in self.kept:
+                    leaves[v] = frozenset((v,))
+                elif node.name in _VIEWS:
+                    leaves[v] = leaves.get(self.root(v), frozenset())
+                else:
+                    leaves[v] = below
+        return leaves
+
+    def last_reads(self) -> dict[Value, int]:
+        """The position of the last kernel that reads each buffer."""
+        last: dict[Value, int] = {}
+        n = len(self.region.nodes)
+        for i, node in enumerate(self.region.nodes):
+            is_kernel = node.regions or not node.outs or not _fusible(node)
+            if is_kernel or any(v in self.kept or v in self.stacked for v in node.outs):
+                for v in node.ins:
+                    for leaf in self.leaves.get(v, ()):
+                        last[leaf] = i
+        for v in self.region.outputs:
+            if v in self.stacked:
+                continue
+            for leaf in self.leaves.get(v, ()):
+                last[leaf] = n
+        return last
+
+    def peak(self) -> Peak:
+        """The most that is held at once beside arguments and results."""
+        nodes = self.region.nodes
+        heap = self._fit(self._spans())
+        passing = [self._passing(node) for node in nodes]
+        change = self._early_copies() if self.eager else {}
+        for span in heap:
+            change[span.start] = change.get(span.start, 0) + span.bytes
+            change[span.end + 1] = change.get(span.end + 1, 0) - span.bytes
+        now, best, at = 0, 0, None
+        for i in range(-1, len(nodes)):
+            now += change.get(i, 0)
+            total = now + (passing[i].bytes if i >= 0 else 0)
+            if total > best:
+                best, at = total, i
+        if at is None:
+            return Peak()
+        live = [span.at(at) for span in heap if span.start <= at <= span.end]
+        inside = passing[at] if at >= 0 else Peak()
+        return Peak(best, [*live, *inside.live], inside.node or nodes[max(at, 0)])
+
+    def _spans(self) -> list[_Span]:
+        """The lives of all buffers but inputs, results that overwrite an operand as one with it."""
+        last, nodes = self.last_reads(), self.region.nodes
+        spans: list[_Span] = [
+            _Span(self.bytes(v), -1, last.get(v, -1), [(-1, v)])
+            for v in self.region.inputs
+            if v in self.stacked and v in self.kept
+        ]
+        for v in self.donated:
+            # A loop reads a copy of what a result will overwrite.
+            if loops := [i for i, node in enumerate(nodes) if node.regions and v in node.ins]:
+                spans.append(_Span(self.bytes(v), loops[0], loops[-1], [(loops[0], v)]))
+        ending: dict[int, list[_Span]] = {}
+        for span in spans:
+            ending.setdefault(span.end, []).append(span)
+        skip = self._in_carry(last)
+        for i, node in enumerate(nodes):
+            over = ending.get(i, [])
+            for j, v in enumerate(node.outs):
+                if v not in self.kept or v in self.view or v in skip:
+                    continue
+                size, may = self.bytes(v), _overwritten(node, j)
+                may = {self.root(x) for x in may}
+                leaves = {leaf for x in may for leaf in self.leaves.get(x, ())}
+                span = next(
+                    (s for s in over if s.bytes == size and s.values[-1][1] in leaves), None
+                )
+                if span is None:
+                    span = _Span(size, i, i, [])
+                    spans.append(span)
+                else:
+                    over.remove(span)
+                span.values.append((i, v))
+                span.end = max(i, last.get(v, i))
+                ending.setdefault(span.end, []).append(span)
+        return spans
+
+    def _in_carry(self, last: Mapping[Value, int]) -> set[Value]:
+        """New values of a loop's carry that are made where the old one is no longer needed."""
+        if self.body is None or self.body.name not in ("scan", "while"):
+            return set()
+        n, params = carried(self.body), self.body.eqn.params
+        consts = params["body_nconsts"] if self.body.name == "while" else n.consts
+        jaxpr = params["body_jaxpr" if self.body.name == "while" else "jaxpr"]
+        if len(self.region.outputs) < n.carry:  # a while's condition
+            return set()
+        old = own_inputs(jaxpr, self.region)[consts : consts + n.carry]
+        made = {v: i for i, node in enumerate(self.region.nodes) for v in node.outs}
+        found = set()
+        for before, after in zip(old, map(self.root, self.region.outputs), strict=False):
+            if after.node is None or self.bytes(before) != self.bytes(after):
+                continue
+            i = made[after]
+            if last.get(before, -1) < i + bool(_overwritten(after.node, 0)):
+                found.add(after)
+        return found
+
+    def _fit(self, spans: list[_Span]) -> list[_Span]:
+        """What is left for the heap when results have lent their memory until they are made."""
+        if self.body is not None and self.body.name in ("scan", "while"):
+            return spans
+        if self.body is not None:  # its results are those of the node outside
+            results = {self.root(v) for v in self.region.outputs}
+            return [span for span in spans if results.isdisjoint(v for _, v in span.values)]
+        n, last = len(self.region.nodes), self.last_reads()
+        made = {v: i for i, node in enumerate(self.region.nodes) for v in node.outs}
+        homes: list[tuple[int, list[tuple[int, int]]]] = []
+        results = {self.root(v) for v in self.region.outputs}
+        before = {self.root(out): v for v, out in self.donated.items()}
+        for v in results & self.kept:
+            busy = [(made.get(v, -1), n)]
+            if v in before:
+                busy.append((-1, last.get(before[v], -1)))
+            homes.append((self.bytes(v), busy))
+        homes.sort(key=lambda home: home[0])
+        heap = []
+        for span in sorted(spans, key=lambda s: -s.bytes):
+            if any(v in results for _, v in span.values):
+                # A result, and what it overwrites: the memory is the result's, unless it is in use.
+                first = next(i for i, v in span.values if v in results)
+                home = next(b for size, b in homes if size == span.bytes and (first, n) in b)
+                others = [(start, end) for start, end in home if (start, end) != (first, n)]
+                if all(first <= start or span.start > end for start, end in others):
+                    home.append((span.start, first))
+                    continue
+                span = _Span(
+                    span.bytes, span.start, first, [x for x in span.values if x[0] < first]
+                )
+                if not span.values:
+                    continue
+            fits = (
+                busy
+                for size, busy in homes
+                if size >= span.bytes
+                and all(span.end < start or span.start > end for start, end in busy)
+            )
+            if (busy := next(fits, None)) is None:
+                heap.append(span)
+            else:
+                busy.append((span.start, span.end))
+        return heap
+
+    def _passing(self, node: Node) -> Peak:
+        """What exists only while a node runs."""
+        inside = self._inside(node)
+        if not self.eager:
+            inside.live = [*inside.live, *_copied(node)]
+            inside.bytes += sum(map(self.bytes, _copied(node)))
+        return inside
+
+    def _early_copies(self) -> dict[int, int]:
+        """Where copies of operands are made and dropped, as bytes gained and lost at each position.
+
+        In a breadth-first schedule a copy is made as soon as its operand is there.
+        """
+        made = {v: i for i, node in enumerate(self.region.nodes) for v in node.outs}
+        change: dict[int, int] = {}
+        for i, node in enumerate(self.region.nodes):
+            for v in _copied(node):
+                start = made.get(self.root(v), i)
+                change[start] = change.get(start, 0) + self.bytes(v)
+                change[i + 1] = change.get(i + 1, 0) - self.bytes(v)
+        return change
+
+    def _inside(self, node: Node) -> Peak:
+        """The peak of what a node runs, beyond its operands and results."""
+        best = Peak()
+        if node.name in ("flex_attention", "tile_sum"):
+            body = prune(merge(program(attention_program(node))))
+            found = Plan(body, {}, eager=self.eager).peak()
+            results = sum(map(self.bytes, node.outs))
+            return Peak(max(0, found.bytes - results))
+        for region in node.regions.values():
+            if node.name == "pallas_call":
+                continue
+            found = Plan(region, self.local, body=node, eager=self.eager).peak()
+            best = max(best, found, key=lambda p: p.bytes)
+        return best
+
+
+def _overwritten(node: Node, result: int) -> Sequence[Value]:
+    """The operands that a node can write one of its results over, if it reads them last.
+
+    A kernel over any, an update in place over what it updates, a loop over the start of its carry.
+    """
+    if _fusible(node):
+        return node.ins
+    if node.name in _IN_PLACE:
+        return node.ins[:1]
+    if node.name in ("scan", "while"):
+        n = carried(node)
+        return node.ins[n.consts + result : n.consts + result + 1] if result < n.carry else ()
+    return ()
+
+
+def _copied(node: Node) -> list[Value]:
+    """The operands that a product needs in another order of dimensions."""
+    if node.name != "dot_general":
+        return []
+    contract, batch = node.eqn.params["dimension_numbers"]
+    copied = []
+    for i, v in enumerate(node.ins[:2]):
+        rank = len(v.aval.shape)
+        free = [d for d in range(rank) if d not in contract[i] and d not in batch[i]]
+        orders = [[*batch[i], *free, *contract[i]], [*batch[i], *contract[i], *free]]
+        if list(range(rank)) not in (orders[:1] if i == 0 else orders):
+            copied.append(v)
+    return copied
+
+
+def _fusible(node: Node) -> bool:
+    return node.name in _CHEAP or node.name in _EXPENSIVE or node.name in _VIEWS
+
+
+def _fuses_operands(node: Node, v: Value) -> bool:
+    """Whether a node computes its operand `v` itself, if it can."""
+    if node.name in ("gather", "dynamic_slice", *_IN_PLACE):
+        return v is not node.ins[0]
+    return (_fusible(node) or node.name in _REDUCTIONS) and node.name != "optimization_barrier"
+
+
+def _worth_keeping(node: Node, v: Value) -> bool:
+    """Whether a value is kept for several readers: computing it again reads or costs more."""
+    large = [x for x in node.ins if 2 * x.size >= v.size and x.known is None]
+    return node.name in _EXPENSIVE or len(set(large)) > 1
+
+
+def _eager(region: Region) -> Region:
+    """The same nodes, each as early as its operands allow."""
+    level: dict[Value, int] = {}
+    depth = []
+    for node in region.nodes:
+        at = 1 + max((level.get(v, 0) for v in node.ins), default=0)
+        level.update(dict.fromkeys(node.outs, at))
+        depth.append(at)
+    order = sorted(range(len(depth)), key=depth.__getitem__)
+    return Region(region.inputs, [region.nodes[i] for i in order], region.outputs)

@@ -1,0 +1,336 @@
+"""`cost`: what a program costs, counted from its jaxpr before anything is compiled.
+
+Every equation's work (`xform._cost_rules`) times how often it runs: a scan as often as its length,
+a while as often as its condition says or else a symbolic `T1` times, a cond between its cheapest
+and its dearest branch, a `shard_map` on each of its devices, a kernel at each point of its grid.
+What is counted is the program as written; XLA leaves out what nothing needs, and does once what is
+written twice.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from fractions import Fraction
+from functools import partial
+from typing import Any
+
+import jax
+from jax.extend.core import Jaxpr, jaxpr_as_fun
+
+from xform._amount import Amount, Polynomial, higher, lower
+from xform._attention_cost import AttentionFlops, attention_work
+from xform._cost_rules import RULES, Work, sent
+from xform._costs import NONE, Cost, Costs, Each, Row, add_up
+from xform._devices import DTYPES
+from xform._hlo import TARGETS, Kernel, compile_for, read
+from xform._program import Node, Region, content, program, prune, trip_count
+from xform.jaxpr._walk import trace
+
+_ATTENTION = ("flex_attention", "tile_sum")
+
+
+def cost(f: Callable, *, strict: bool = True, compiled: str | None = None) -> Callable[..., Costs]:
+    """Returns a function that counts what a call of `f` costs, and runs nothing.
+
+    Args:
+      f: a function of pytrees of arrays, jitted or not, differentiated, sharded, …
+      strict: whether an unknown primitive raises; if not, it is listed in `unknown`, and counts
+        nothing but the bytes of its operands and results.
+
+      compiled: a device to compile for besides: what JAX runs on, or one that need not be there
+        ("H200"). What the compiled program does is then in `Costs.compiled`.
+
+    Returns:
+      A function of the arguments of `f`, which may be `jax.ShapeDtypeStruct`s, that returns
+      `Costs`. Concrete arguments tell more: what a mask leaves, how often a loop runs.
+
+    Raises:
+      NotImplementedError: at a primitive without a rule, with the user's line and how to write one.
+
+    >>> import jax, jax.numpy as jnp
+    >>> x = jax.ShapeDtypeStruct((8, 16), jnp.float32)
+    >>> w = jax.ShapeDtypeStruct((5, 16, 16), jnp.float32)
+    >>> layers = lambda x, w: jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, w)[0]
+    >>> costs = cost(layers)(x, w)
+    >>> costs.matrix_flops == 5 * 2 * 8 * 16 * 16, costs.transcendentals == 5 * 8 * 16
+    (True, True)
+    """
+
+    def counted(*args, **kwargs) -> Costs:
+        jaxpr = trace(f, *args, **kwargs)
+        costs = cost_of(jaxpr, jax.tree.leaves((args, kwargs)), strict=strict)
+        if compiled is None:
+            return costs
+        return dataclasses.replace(costs, compiled=_compiled(f, compiled, args, kwargs))
+
+    return counted
+
+
+def _compiled(f: Callable, name: str, args: Sequence, kwargs: Mapping) -> Cost:
+    """What each device runs of a compiled program; a loop without a count, once."""
+    if name in TARGETS:
+        done = compile_for(name, lambda *args: f(*args, **kwargs), *args)
+    else:
+        done = (f if hasattr(f, "lower") else jax.jit(f)).lower(*args, **kwargs).compile()  # pyright: ignore[reportFunctionMemberAccess]
+    ran = read(done)
+    kinds = {kernel.factor for kernel in ran.kernels if kernel.work.matrix}
+    moved = ran.total(lambda kernel: kernel.bytes)
+    return Cost(
+        {DTYPES.get(k, k): ran.total(partial(_products, k)) for k in kinds},
+        ran.total(lambda kernel: kernel.work.other),
+        ran.total(lambda kernel: kernel.work.transcendental),
+        moved, moved,
+    )  # fmt: skip
+
+
+def _products(kind: str, kernel: Kernel) -> int:
+    return kernel.work.matrix if kernel.factor == kind else 0
+
+
+def cost_of(jaxpr: Jaxpr, args: Sequence[Any] = (), *, strict: bool = True) -> Costs:
+    """Returns what a closed jaxpr costs; `args`, as far as concrete, tell the content of inputs."""
+    region = program(jaxpr, args)
+    counter = _Counter()
+    counter.count(region, 1, 1)
+    if counter.unknown and strict:
+        raise NotImplementedError(_no_rule(counter.unknown))
+    low, high = counter.bounds(region) if counter.choices else (None, None)
+    names = {name: node.line for node, name in counter.symbols.items()}
+    lines: dict[str, list[str]] = {}
+    for node in counter.unknown:
+        lines.setdefault(node.name, []).append(node.line)
+    costs = Costs(
+        rows=tuple(counter.rows),
+        low=low or NONE, high=high or NONE,
+        trips=names,
+        attention=tuple((a, n) for _, a, n in counter.attention),
+        unknown={name: tuple(dict.fromkeys(found)) for name, found in lines.items()},
+        jaxpr=jaxpr,
+    )  # fmt: skip
+    return costs if low else dataclasses.replace(costs, low=costs.total, high=costs.total)
+
+
+def _no_rule(nodes: Iterable[Node]) -> str:
+    """One error for all primitives without a rule."""
+    lines: dict[str, list[str]] = {}
+    for node in nodes:
+        lines.setdefault(node.name, []).append(node.line)
+    found = "; ".join(f"`{name}` at {', '.join(dict.fromkeys(at))}" for name, at in lines.items())
+    name = next(iter(lines))
+    return (
+        f"no cost is known of {found}. Register a rule:\n\n"
+        f'    @xform.cost_rule("{name}")\n'
+        f"    def {name.replace('-', '_')}_cost(eqn):\n"
+        "        return xform.Work(matrix=0, other=eqn.outvars[0].aval.size)\n\n"
+        "or call `cost(f, strict=False)`, which lists it in `unknown` and counts its bytes alone."
+    )
+
+
+class _Counter:
+    """Counts the nodes of a program, region by region."""
+
+    def __init__(self, trips: Sequence[Amount] | None = None):
+        self.rows: list[Row] = []
+        self.symbols: dict[Node, str] = {}
+        self.unknown: list[Node] = []
+        self.attention: list[tuple[Node, AttentionFlops, Amount]] = []
+        self.choices = False
+        self.work: dict[Node, Each] = {}
+        self.low: dict[Node, Work] = {}
+        self.given = None if trips is None else iter(trips)  # those of an attention's program
+        self.counts: dict[Node, Amount] = {}
+
+    def count(self, region: Region, times: Amount, devices: int) -> None:
+        """Adds a row for each node, at every depth."""
+        loaded: set = set()
+        for node in region.nodes:
+            if node.name == "pallas_call":
+                self._kernel(node, times, devices, loaded)
+            elif node.regions:
+                for inner, n in self._runs(node):
+                    self.count(inner, times * n, devices * _spread(node))
+            else:
+                self._leaf(node, times, devices, loaded)
+
+    def _runs(self, node: Node) -> list[tuple[Region, Amount]]:
+        """How often a structural node runs each of its regions, in the mean."""
+        regions = list(node.regions.values())
+        if node.name in ("scan", "while"):
+            n = self._trips(node)
+            return [(r, n + 1 if label == "cond" else n) for label, r in node.regions.items()]
+        if node.name == "cond":
+            if (taken := _taken(node)) is not None:
+                return [(regions[taken], 1)]
+            if self.given is not None:
+                # Attention's own branch, taken where something is not finite: the shorter is usual.
+                return [(min(regions, key=lambda r: len(r.nodes)), 1)]
+            self.choices = True
+            return [(r, Fraction(1, len(regions))) for r in regions]
+        return [(r, 1) for r in regions]
+
+    def _trips(self, node: Node) -> Amount:
+        if node in self.counts:
+            return self.counts[node]
+        n: Amount | None = trip_count(node)
+        if n is None and self.given is not None:
+            n = next(self.given, None)
+        if n is None:
+            name = self.symbols.setdefault(node, f"T{len(self.symbols) + 1}")
+            n = Polynomial.symbol(name)
+        self.counts[node] = n
+        return n
+
+    def _leaf(self, node: Node, times: Amount, devices: int, loaded: set) -> None:
+        rule, network = RULES.get(node.eqn.primitive.name), None
+        if rule is not None:
+            work = rule(node.eqn)
+        elif node.name in _ATTENTION:
+            low, work, flops = attention_work(node, _price)
+            self.attention.append((node, flops, times * devices))
+            self.choices |= low != work
+            self.low[node] = low
+        else:
+            self.unknown.append(node)
+            work = Work()
+        if node.place.axes and (found := sent(node.eqn, dict(node.place.axes))) is not None:
+            network, additions = found
+            work = dataclasses.replace(work, other=work.other + additions)
+        each = _each(node, work, network, loaded)
+        self.work[node] = each
+        self.rows.append(Row(node, each, times, devices))
+
+    def _kernel(self, node: Node, times: Amount, devices: int, loaded: set) -> None:
+        """A kernel: its body at each point of the grid, on blocks that come from memory."""
+        grid, start, unknown = _grid(node), len(self.rows), len(self.unknown)
+        whole = _each(node, Work(), None, loaded)
+        self.count(node.regions["kernel"], times * grid, devices)
+        if len(self.unknown) > unknown and (said := node.eqn.params.get("cost_estimate")):
+            # What the author of the kernel says of it, where we can't look inside.
+            del self.unknown[unknown:], self.rows[start:]
+            node.regions.clear()
+            kind = node.ins[0].aval.dtype.name
+            each = (kind, said.flops, 0, said.transcendentals, said.bytes_accessed, whole[5], None)
+        else:
+            for row in self.rows[start:]:  # its own arrays are on the chip
+                row.each = self.work[row.node] = (*row.each[:4], 0, 0, None)
+            each = (*whole[:4], _blocks_moved(node, grid), *whole[5:])
+        self.work[node] = each
+        self.rows.insert(start, Row(node, each, times, devices))
+
+    def _bounds(self, node: Node) -> tuple[Cost, Cost]:
+        each = self.work[node]
+        low = self.low.get(node)
+        least = (
+            each
+            if low is None
+            else (each[0], low.matrix, low.other, low.transcendentals, *each[4:])
+        )
+        return add_up([Row(node, least, 1, 1)]), add_up([Row(node, each, 1, 1)])
+
+    def bounds(self, region: Region) -> tuple[Cost, Cost]:
+        """The least and the most that one run of a region costs, on all its devices."""
+        low = high = NONE
+        for node in region.nodes:
+            parts = [self._bounds(node)] if node in self.work else []
+            if node.name == "cond" and _taken(node) is None:
+                branches = [self.bounds(r) for r in node.regions.values()]
+                least, most = branches[0]
+                for a, b in branches[1:]:
+                    least, most = least._join(a, lower), most._join(b, higher)
+                parts.append((least, most))
+            elif node.regions:
+                n = _grid(node) if node.name == "pallas_call" else _spread(node)
+                for inner, times in self._runs(node):
+                    a, b = self.bounds(inner)
+                    parts.append((a * (n * times), b * (n * times)))
+            for a, b in parts:
+                low, high = low + a, high + b
+        return low, high
+
+
+def _each(node: Node, work: Work, network: Mapping | None, loaded: set) -> Each:
+    """What one node does; `loaded` are the values from outside that its region has read."""
+    read, fused, seen = work.read, 0, None
+    for v in node.ins:
+        if v is seen or (v.known is not None and v.size == 1):
+            continue
+        seen = v  # x * x reads x once
+        if work.read is None:
+            read = (read or 0) + v.bytes
+        v = v if v.view is None else v.view
+        if v.node is None or v.node.regions:
+            if work.read is not None:
+                fused = work.read
+            elif v not in loaded:
+                loaded.add(v)
+                fused += v.bytes
+    written = work.written
+    if written is None:
+        written = 0
+        for v in node.outs:
+            written += v.bytes
+            fused += v.bytes if v.escapes else 0
+    elif written and any(v.escapes for v in node.outs):
+        fused += written
+    kind = work.kind or (node.ins[0].aval.dtype.name if work.matrix and node.ins else "")
+    moved = (read or 0) + written
+    return kind, work.matrix, work.other, work.transcendentals, moved, fused, network
+
+
+def _price(jaxpr: Jaxpr, trips: Sequence[Amount]) -> Work:
+    """The work of a program whose undecided loops run as often as `trips` says, in order."""
+    counter = _Counter(trips)
+    counter.count(prune(program(jaxpr)), 1, 1)
+    if counter.unknown:
+        raise NotImplementedError(_no_rule(counter.unknown))
+    total = add_up(counter.rows)
+    kind = next((kind for kind, flops in total.matrix.items() if flops), None)
+    return Work(total.matrix_flops, total.other, total.transcendentals, kind=kind)
+
+
+def _spread(node: Node) -> int:
+    """On how many more devices a node's body runs than the node itself."""
+    if node.name != "shard_map":
+        return 1
+    sizes = node.eqn.params["mesh"].shape
+    return math.prod(sizes[axis] for axis in node.eqn.params["newly_manual_axes"])
+
+
+def _taken(node: Node) -> int | None:
+    """Which branch runs, where that is known: by the platform, or by a known index."""
+    maker = node.ins[0].node
+    if maker is not None and maker.name == "platform_index":
+        names, platform = maker.eqn.params["platforms"], jax.default_backend()
+        fits = [i for i, name in enumerate(names) if name is None or platform in name]
+        return min(fits, key=lambda i: names[i] is None)
+    index = content(node.ins[0])
+    return None if index is None else min(max(int(index), 0), len(node.regions) - 1)
+
+
+def _grid(node: Node) -> int:
+    return math.prod(int(n) for n in node.eqn.params["grid_mapping"].grid)
+
+
+def _blocks_moved(node: Node, points: int) -> int:
+    """Bytes of the blocks that a kernel's pipeline fetches and stores.
+
+    A block is moved when its index changes from one point of the grid to the next, the last axis
+    running fastest; at every point where the index depends on more than the point.
+    """
+    import numpy as np
+
+    mapping, moved = node.eqn.params["grid_mapping"], 0
+    grid = np.stack(np.unravel_index(np.arange(points), mapping.grid), -1) if mapping.grid else None
+    for block in mapping.block_mappings:
+        shape = [getattr(n, "block_size", n) for n in block.block_shape]
+        size = math.prod(n if isinstance(n, int) else 1 for n in shape)
+        index = block.index_map_jaxpr
+        changes = points
+        if grid is not None and len(index.invars) == grid.shape[1] and points <= 2**20:
+            at = jax.vmap(jaxpr_as_fun(index))(*(np.asarray(c, np.int32) for c in grid.T))
+            at = np.stack([np.broadcast_to(np.asarray(x), (points,)) for x in at], -1)
+            changes = 1 + int(np.any(at[1:] != at[:-1], -1).sum())
+        moved += changes * size * block.array_aval.dtype.itemsize
+    return moved

@@ -1,0 +1,315 @@
+"""What `cost` returns: amounts of work, by line, by name scope and by phase."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from jax.extend.core import Jaxpr
+
+from xform._amount import Amount, Polynomial, at, number, ratio
+from xform._attention_cost import AttentionFlops
+from xform._program import Node
+
+
+@dataclass(frozen=True)
+class Cost:
+    """An amount of work.
+
+    Attributes:
+      matrix: FLOPs of matrix products, by what is multiplied ("bfloat16"; "float32@highest" where
+        float32 was asked for in full).
+      other: all other FLOPs.
+      transcendentals: elementary functions evaluated, not part of FLOPs.
+      bytes: moved to and from memory if every equation reads its operands and writes its results.
+      fused_bytes: moved if each straight run of equations were one perfect kernel: it reads what
+        comes from outside once, and writes once what outlives it. A loop's body is a run of its
+        own.
+      collective_bytes: sent by devices over each mesh axis.
+    """
+
+    matrix: Mapping[str, Amount] = field(default_factory=dict)
+    other: Amount = 0
+    transcendentals: Amount = 0
+    bytes: Amount = 0
+    fused_bytes: Amount = 0
+    collective_bytes: Mapping[str, Amount] = field(default_factory=dict)
+
+    @property
+    def matrix_flops(self) -> Amount:
+        """FLOPs of all matrix products."""
+        return sum(self.matrix.values())
+
+    @property
+    def flops(self) -> Amount:
+        """All FLOPs."""
+        return self.matrix_flops + self.other
+
+    def __add__(self, other: Cost) -> Cost:
+        return self._join(other, lambda a, b: a + b)
+
+    def __mul__(self, times: Amount) -> Cost:
+        return self._map(lambda x: x * times)
+
+    __rmul__ = __mul__
+
+    def at(self, **trips: int) -> Cost:
+        """The cost where loops run so often."""
+        return self._map(lambda x: at(x, trips))
+
+    def _map(self, f: Callable[[Any], Any]) -> Cost:
+        of = lambda x: {k: f(v) for k, v in x.items()} if isinstance(x, dict) else f(x)
+        return Cost(*(of(getattr(self, name)) for name in _FIELDS))
+
+    def _join(self, other: Cost, f: Callable[[Any, Any], Any]) -> Cost:
+        def of(a, b):
+            if isinstance(a, dict):
+                return {k: f(a.get(k, 0), b.get(k, 0)) for k in (*a, *(k for k in b if k not in a))}
+            return f(a, b)
+
+        return Cost(*(of(getattr(self, name), getattr(other, name)) for name in _FIELDS))
+
+    def __str__(self) -> str:
+        parts = [
+            f"{number(self.flops)}FLOP",
+            f"{number(self.transcendentals)}transcendental",
+            f"{number(self.bytes)}B every equation",
+            f"{number(self.fused_bytes)}B perfect fusion",
+            *(f"{number(x)}B over {axis}" for axis, x in self.collective_bytes.items()),
+        ]
+        return ", ".join(parts)
+
+
+_FIELDS = tuple(f.name for f in dataclasses.fields(Cost))
+NONE = Cost()
+
+
+type Each = tuple[str, Amount, Amount, Amount, int, int, Mapping[str, Amount] | None]
+
+
+class Row:
+    """One equation, with what it does once and how often it runs.
+
+    Attributes:
+      node: the equation in its place.
+      each: what it does, once on one device: kind of product, FLOPs of products, other FLOPs,
+        transcendentals, bytes, fused bytes, bytes sent by mesh axis.
+      times: how often each device runs it; of a branch, in the mean over branches.
+      devices: how many devices do.
+    """
+
+    __slots__ = ("devices", "each", "node", "times")
+
+    def __init__(self, node: Node, each: Each, times: Amount, devices: int):
+        self.node, self.each, self.times, self.devices = node, each, times, devices
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What `cost` returns: the work of one call of a function, on all devices together.
+
+    Attributes:
+      rows: every equation that runs, with its work.
+      low, high: the bounds on the total where branches, or masks read from arrays, leave a choice.
+      trips: the loops whose trip count the program does not tell: symbol and line.
+      attention: the FLOPs of each attention by several conventions, with how often it runs.
+      unknown: primitives without a rule (with `strict=False`), with their lines.
+      compiled: what each device runs of the compiled program, where that was asked for.
+    """
+
+    rows: tuple[Row, ...]
+    low: Cost
+    high: Cost
+    trips: Mapping[str, str]
+    attention: tuple[tuple[AttentionFlops, Amount], ...]
+    unknown: Mapping[str, tuple[str, ...]]
+    jaxpr: Jaxpr = field(repr=False)
+    compiled: Cost | None = None
+
+    @property
+    def total(self) -> Cost:
+        """The work of all devices; of branches, the mean."""
+        return add_up(self.rows)
+
+    @property
+    def per_device(self) -> Cost:
+        """The work of the device that does most: one of each `shard_map`."""
+        return add_up(self.rows, per_device=True)
+
+    matrix = property(
+        lambda self: self.total.matrix, doc="FLOPs of products, by what is multiplied."
+    )
+    flops = property(lambda self: self.total.flops, doc="All FLOPs, on all devices.")
+    matrix_flops = property(lambda self: self.total.matrix_flops, doc="Those of matrix products.")
+    other_flops = property(lambda self: self.total.other, doc="All other FLOPs.")
+    transcendentals = property(lambda self: self.total.transcendentals, doc="Elementary functions.")
+    bytes = property(lambda self: self.total.bytes, doc="Bytes moved, every equation by itself.")
+    fused_bytes = property(lambda self: self.total.fused_bytes, doc="Bytes moved, fused perfectly.")
+    collective_bytes = property(
+        lambda self: self.total.collective_bytes, doc="Bytes sent by all devices, by mesh axis."
+    )
+
+    @property
+    def recompute(self) -> Cost:
+        """What runs again for the backward pass that the forward pass ran: the price of remat."""
+        again = self.by_phase().get("recompute", NONE)
+        return sum(
+            (Cost({a.kind: a.recompute * n}) for a, n in self.attention if a.recompute), again
+        )
+
+    @property
+    def model(self) -> Mapping[str, Amount]:
+        """FLOPs that MFU counts, by kind: products without recompute, causal attention by half."""
+        flops = dict(self.total.matrix)
+        for kind, again in self.by_phase().get("recompute", NONE).matrix.items():
+            flops[kind] = flops[kind] - again
+        for a, n in self.attention:
+            flops[a.kind] = flops.get(a.kind, 0) + (a.model - a.tiles) * n
+        return flops
+
+    @property
+    def model_flops(self) -> Amount:
+        """The sum of `model`: the FLOPs of the model itself, whatever the program does besides."""
+        return sum(self.model.values())
+
+    @property
+    def devices(self) -> int:
+        """On how many devices the program runs."""
+        return max((row.devices for row in self.rows), default=1)
+
+    def by_line(self, *, per_device: bool = False) -> dict[str, Cost]:
+        """The total by the user's line, "file:line (function)", the dearest first."""
+        return self._by([row.node.line for row in self.rows], per_device)
+
+    def by_scope(self, *, per_device: bool = False) -> dict[str, Cost]:
+        """The total by `jax.named_scope`, "block/attention", the dearest first."""
+        return self._by([row.node.scope for row in self.rows], per_device)
+
+    def by_phase(self) -> dict[str, Cost]:
+        """The total of "forward", "backward" and "recompute"."""
+        return self._by(_phases(self.rows))
+
+    def by_primitive(self) -> dict[str, Cost]:
+        """The total by primitive."""
+        return self._by([row.node.name for row in self.rows])
+
+    def _by(self, keys: Iterable[str], per_device: bool = False) -> dict[str, Cost]:
+        groups: dict[str, list[Row]] = {}
+        for key, row in zip(keys, self.rows, strict=True):
+            groups.setdefault(key, []).append(row)
+        sums = {key: add_up(rows, per_device=per_device) for key, rows in groups.items()}
+        return dict(sorted(sums.items(), key=lambda item: -_size(item[1].flops)))
+
+    def at(self, **trips: int) -> Costs:
+        """The same where loops run so often: `costs.at(T1=10)`.
+
+        Raises:
+          ValueError: on a symbol that `trips` does not have.
+        """
+        if unknown := sorted(trips.keys() - self.trips.keys()):
+            have = ", ".join(f"{k} (at {line})" for k, line in self.trips.items()) or "none"
+            raise ValueError(
+                f"`at` got {', '.join(unknown)}; the loops without a count are {have}."
+            )
+        return dataclasses.replace(
+            self,
+            rows=tuple(Row(r.node, r.each, at(r.times, trips), r.devices) for r in self.rows),
+            low=self.low.at(**trips),
+            high=self.high.at(**trips),
+            trips={k: line for k, line in self.trips.items() if k not in trips},
+            attention=tuple((a, at(n, trips)) for a, n in self.attention),
+        )
+
+    def __str__(self) -> str:
+        return table(self)
+
+
+def _phases(rows: Sequence[Row]) -> list[str]:
+    """Of each row: "forward", "backward" or "recompute".
+
+    What a remat runs is not all of it run again: it also computes what only the backward pass
+      needs.
+    An equation is run again if the forward pass has the same one: from the same point of the user's
+    program, the same primitive, the same result.
+    """
+    phases = [row.node.phase for row in rows]
+    if "recompute" not in phases:
+        return phases
+
+    def key(row: Row) -> tuple:
+        eqn = row.node.eqn
+        return id(eqn.source_info.traceback), row.node.name, *(v.aval for v in eqn.outvars)
+
+    forward = {key(row) for row, phase in zip(rows, phases, strict=True) if phase == "forward"}
+    return [
+        "backward" if phase == "recompute" and key(row) not in forward else phase
+        for row, phase in zip(rows, phases, strict=True)
+    ]
+
+
+def add_up(rows: Iterable[Row], *, per_device: bool = False) -> Cost:
+    """The cost of all rows."""
+    matrix: dict[str, Amount] = {}
+    network: dict[str, Amount] = {}
+    other: Amount = 0
+    transcendentals: Amount = 0
+    moved: Amount = 0
+    fused: Amount = 0
+    for row in rows:
+        n = row.times if per_device else row.times * row.devices
+        kind, products, plain, functions, loads, least, sends = row.each
+        if products:
+            matrix[kind] = matrix.get(kind, 0) + products * n
+        other += plain * n
+        transcendentals += functions * n
+        moved += loads * n
+        fused += least * n
+        for axis, x in sends.items() if sends else ():
+            network[axis] = network.get(axis, 0) + x * n
+    whole = Cost(matrix, other, transcendentals, moved, fused, network)
+    return whole._map(lambda x: ratio(x, 1))
+
+
+def _size(amount: Amount) -> float:
+    """A number to sort by: loops without a count as if they ran once."""
+    if isinstance(amount, Polynomial):
+        return float(sum(amount.terms.values()))
+    return float(amount)
+
+
+def table(costs: Costs, lines: int = 12) -> str:
+    """The report as text: the total, what each line costs, attention by convention."""
+    total = costs.total
+    rows = [("matrix", "other", "transc.", "bytes", "fused", "sent", "line")]
+    by_line = list(costs.by_line().items())
+    for line, c in [("total", total), *by_line[:lines]]:
+        network = sum(c.collective_bytes.values())
+        amounts = (c.matrix_flops, c.other, c.transcendentals, c.bytes, c.fused_bytes, network)
+        rows.append((*map(number, amounts), line))
+    widths = [max(len(row[i]) for row in rows) for i in range(6)]
+    cells = lambda row: [x.rjust(w) for x, w in zip(row[:-1], widths, strict=True)]
+    out = ["  ".join([*cells(row), row[-1]]) for row in rows]
+    if len(by_line) > lines:
+        out.append(f"… and {len(by_line) - lines} lines more")
+    if costs.low != costs.high:
+        out.append(f"at least {costs.low}\nat most  {costs.high}")
+    if costs.compiled is not None:
+        ran = costs.compiled
+        out.append(
+            f"compiled, each device runs {number(ran.flops)}FLOP, moves {number(ran.bytes)}B"
+        )
+    if again := costs.recompute.flops:
+        out.append(f"of it recompute {number(again)}FLOP")
+    for a, n in costs.attention:
+        seen = "unknown, the mask reads arrays" if a.exact is None else number(a.exact * n)
+        out.append(
+            f"attention at {a.line}: full {number(a.full * n)}, "
+            f"{'causal' if a.causal else 'not causal'} model convention {number(a.model * n)}, "
+            f"exact {seen}, tiles that run {number(a.tiles * n)} FLOP"
+        )
+    out += [f"{name} is how often the loop at {line} runs" for name, line in costs.trips.items()]
+    for name, found in costs.unknown.items():
+        out.append(f"no rule for `{name}` at {', '.join(found)}: 0 FLOPs counted")
+    return "\n".join(out)

@@ -1,0 +1,264 @@
+"""`memory`: how much a program needs at once, before it is compiled.
+
+XLA is predicted, not run: `xform._buffers` models its fusion and buffer assignment. On accelerators
+a program runs in its own order, since XLA schedules for memory there; on CPUs each operation runs
+as soon as it can. `tests/test_memory.py` holds the model to 10 % of XLA's own buffer assignment,
+for a CPU and for an H200; what a library or a split sum needs beside it is not known.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.extend.core import Jaxpr, Literal
+
+from xform._amount import number
+from xform._buffers import Plan
+from xform._program import Region, Value, merge, own_inputs, program, prune
+from xform.jaxpr._walk import trace
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """One array in memory.
+
+    Attributes:
+      bytes: on one device.
+      type: its dtype and shape, "f32[8,256]".
+      line: the user's line that made it, or "argument".
+      what: the primitive that made it, or the path of the argument.
+    """
+
+    bytes: int
+    type: str
+    line: str
+    what: str
+
+    def __str__(self) -> str:
+        return f"{number(self.bytes)}B  {self.type}  {self.what} at {self.line}"
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What `memory` returns: bytes on one device.
+
+    Attributes:
+      peak: the most that is allocated at once: arguments, results and all between.
+      arguments, outputs: of these.
+      donated: the part of the arguments whose memory results take over.
+      at_peak: what exists at the peak, the largest first.
+      peak_line: where the peak is.
+      residuals: what the forward pass leaves for the backward, the largest first, with the line
+        that made it; of a scan, stacked over its iterations.
+      peak_otherwise: the peak in another order: breadth first, where `peak` is for a device that
+        orders for memory, and in program order, where it is for a CPU.
+    """
+
+    peak: int
+    arguments: int
+    outputs: int
+    donated: int
+    at_peak: tuple[Buffer, ...]
+    peak_line: str
+    residuals: tuple[Buffer, ...] = ()
+    peak_otherwise: int = 0
+
+    @property
+    def temporaries(self) -> int:
+        """What is needed beyond arguments and results."""
+        return max(0, self.peak - self.arguments - self.outputs + self.donated)
+
+    @property
+    def residual_bytes(self) -> int:
+        """What the forward pass leaves for the backward."""
+        return sum(b.bytes for b in self.residuals)
+
+    @property
+    def depends_on_schedule(self) -> bool:
+        """Whether another order of the same operations could need over a tenth more."""
+        return self.peak_otherwise > 1.1 * self.peak
+
+    def top(self, n: int = 5) -> tuple[Buffer, ...]:
+        """The n largest arrays at the peak, such as the errors of an allocator should list."""
+        return self.at_peak[:n]
+
+    def __str__(self) -> str:
+        lines = [
+            f"peak {number(self.peak)}B at {self.peak_line}: arguments {number(self.arguments)}B, "
+            f"results {number(self.outputs)}B, donated {number(self.donated)}B, "
+            f"temporaries {number(self.temporaries)}B",
+            *(f"  {b}" for b in self.top()),
+        ]
+        if self.residuals:
+            lines.append(f"kept for the backward pass: {number(self.residual_bytes)}B")
+            lines += [f"  {b}" for b in self.residuals[:5]]
+        if self.depends_on_schedule:
+            lines.append(
+                f"the schedule decides: up to {number(self.peak_otherwise)}B in another order of "
+                "the same operations; a `scan` over equal layers fixes the order"
+            )
+        return "\n".join(lines)
+
+
+def memory(
+    f: Callable, *, donate_argnums: int | Sequence[int] = (), device: str | None = None
+) -> Callable[..., Memory]:
+    """Returns a function that predicts the memory that a call of `f` needs, and compiles nothing.
+
+    Args:
+      f: a function of pytrees of arrays. What a jitted one donates is known.
+      donate_argnums: positional arguments to donate besides.
+      device: "cpu", whose compiler orders a program breadth first, or another, whose compiler
+        orders it for memory; by default what JAX runs on.
+
+    Returns:
+      A function of the arguments of `f`, which may be `jax.ShapeDtypeStruct`s, that returns
+      `Memory`. An argument with a sharding counts what one device holds of it.
+
+    >>> import jax, jax.numpy as jnp
+    >>> x = jax.ShapeDtypeStruct((1024, 1024), jnp.float32)
+    >>> memory(lambda x: jnp.sin(x @ x) @ x)(x).peak == 3 * 4 * 1024**2  # x, the sine, the result
+    True
+    """
+    donate = (donate_argnums,) if isinstance(donate_argnums, int) else tuple(donate_argnums)
+
+    def predicted(*args, **kwargs) -> Memory:
+        jaxpr = trace(f, *args, **kwargs)
+        leaves = jax.tree.leaves_with_path((args, kwargs))
+        given = [len(path) > 1 and path[0].idx == 0 and path[1].idx in donate for path, _ in leaves]
+        names = [jax.tree_util.keystr(path[1:]) for path, _ in leaves]
+        return memory_of(jaxpr, [x for _, x in leaves], names=names, donated=given, device=device)
+
+    return predicted
+
+
+def memory_of(
+    jaxpr: Jaxpr,
+    args: Sequence[Any] = (),
+    *,
+    names: Sequence[str] = (),
+    donated: Sequence[bool] = (),
+    device: str | None = None,
+) -> Memory:
+    """Returns what a closed jaxpr needs; `args` may carry shardings, `names` are for the report."""
+    donated = list(donated) or [False] * len(jaxpr.invars)
+    if len(jaxpr.eqns) == 1 and (by_jit := jaxpr.eqns[0].params.get("donated_invars")):
+        own = {
+            v: gone
+            for v, gone in zip(jaxpr.eqns[0].invars, by_jit, strict=True)
+            if not isinstance(v, Literal)
+        }
+        donated = [d or own.get(v, False) for d, v in zip(donated, jaxpr.invars, strict=True)]
+    region = prune(merge(program(jaxpr)))
+    inputs = region.inputs[len(jaxpr.consts) :]
+    shares = _shares(region, inputs, args)
+    names = list(names) or [f"[{i}]" for i in range(len(inputs))]
+    label = {v: f"argument{name}" for v, name in zip(inputs, names, strict=True)}
+    matched = _match(inputs, donated, region.outputs)
+    breadth_first = (device or jax.default_backend()).lower() == "cpu"
+    plan = Plan(region, shares, donated=matched, eager=breadth_first)
+    found = plan.peak()
+    other = Plan(region, shares, donated=matched, eager=not breadth_first).peak()
+    taken = list(matched.values())
+    results = [v for v in region.outputs if v not in taken or taken.remove(v)]
+    size = lambda values: sum(map(plan.bytes, values))
+    fixed = size(region.inputs) + size(results)
+    at_peak = [*found.live, *region.inputs, *(v for v in results if v.known is None)]
+    return Memory(
+        peak=fixed + found.bytes,
+        arguments=size(region.inputs),
+        outputs=size(region.outputs),
+        donated=size(matched),
+        at_peak=_largest(_buffer(v, plan.bytes(v), label) for v in at_peak),
+        peak_line=found.node.line if found.node else "its results",
+        residuals=_largest(_residuals(plan)),
+        peak_otherwise=fixed + other.bytes,
+    )
+
+
+def _largest(buffers: Iterable[Buffer]) -> tuple[Buffer, ...]:
+    return tuple(sorted((b for b in buffers if b.bytes), key=lambda b: -b.bytes))
+
+
+def _buffer(v: Value, nbytes: int, label: dict[Value, str]) -> Buffer:
+    if v.node is None:
+        where = "argument" if v in label else "a loop's body"
+        what = label.get(v, "constant" if v.known is not None else "slice of a scanned array")
+    else:
+        where, what = v.node.line, v.node.name
+    return Buffer(nbytes, v.aval.str_short(short_dtypes=True), where, what)
+
+
+def _match(
+    inputs: Sequence[Value], donated: Sequence[bool], outputs: Sequence[Value]
+) -> dict[Value, Value]:
+    """The donated inputs, each with the output of the same type that takes over its memory."""
+    form = lambda v: (v.aval.shape, v.aval.dtype)
+    free = [v for v in outputs if v.known is None]
+    matched = {}
+    for v, gone in zip(inputs, donated, strict=True):
+        takes = next((out for out in free if gone and form(out) == form(v)), None)
+        if takes is not None:
+            free.remove(takes)
+            matched[v] = takes
+    return matched
+
+
+# ---- how much of a value one device holds --------------------------------------------------------
+
+
+def _shares(region: Region, inputs: Sequence[Value], args: Sequence[Any]) -> dict[Value, int]:
+    """Of each value that is split over devices, the bytes that one device holds."""
+    local: dict[Value, int] = {}
+    for v, arg in zip(inputs, args, strict=False):
+        sharding = getattr(arg, "sharding", None)
+        if sharding is not None and v.aval.shape:
+            shard = math.prod(sharding.shard_shape(v.aval.shape))
+            if shard < v.size:
+                local[v] = shard * v.aval.dtype.itemsize
+    for node in region.walk():
+        if node.name == "shard_map":
+            body = node.regions["body"]
+            inside = own_inputs(node.eqn.params["jaxpr"], body)
+            pairs = [
+                *zip(node.ins, inside, strict=True),
+                *zip(node.outs, body.outputs, strict=True),
+            ]
+            local.update(
+                {outer: inner.bytes for outer, inner in pairs if inner.bytes < outer.bytes}
+            )
+    for node in region.nodes:  # what is computed element by element is split as its operands are
+        for out in node.outs:
+            like = [v for v in node.ins if v in local and v.size == out.size and v.bytes]
+            if out not in local and like and not node.regions:
+                local[out] = local[like[0]] * out.bytes // like[0].bytes
+    return local
+
+
+def _residuals(plan: Plan) -> list[Buffer]:
+    """What the forward pass makes and the backward pass reads."""
+    found: dict[Value, Buffer] = {}
+    for node in plan.region.nodes:
+        if node.phase == "forward":
+            continue
+        for v in node.ins:
+            for leaf in plan.leaves.get(v, ()):
+                if leaf.node is not None and leaf.node.phase == "forward":
+                    found.setdefault(leaf, _residual(leaf, plan))
+    return list(found.values())
+
+
+def _residual(v: Value, plan: Plan) -> Buffer:
+    """A residual with the line that made it: of a loop's result, the line in its body."""
+    made, maker = v, v.node
+    while maker is not None and maker.regions and "body" in maker.regions:
+        made = maker.regions["body"].outputs[maker.outs.index(made)]
+        if made.node is None:
+            break
+        maker = made.node
+    assert maker is not None
+    return Buffer(plan.bytes(v), v.aval.str_short(short_dtypes=True), maker.line, maker.name)

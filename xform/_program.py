@@ -1,0 +1,445 @@
+"""A program as the regions that run: what `cost` and `memory` read.
+
+Calls (jit, remat, custom_jvp, …) only name their equations, so they are taken apart: their body's
+equations stand where the call stood. A loop, a branch, a kernel or a `shard_map` stays one node
+that holds *regions* of its own, because its body runs more or less than once, or on other shapes.
+Values are objects: whoever reads one knows what made it, and whether it outlives its region.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+from jax.core import Tracer
+from jax.extend.core import Jaxpr, JaxprEqn, Literal
+
+from xform.jaxpr._interpret import called
+from xform.jaxpr._walk import UNKNOWN, source_line
+from xform.primitives import cross_entropy, tile_sum
+
+# Larger arrays are not computed for the sake of a report.
+_LARGE = 2**24
+
+# What gives an array another type or shape and leaves its memory as it is.
+VIEWS = frozenset(
+    {
+        "reshape", "squeeze", "expand_dims", "bitcast_convert_type", "stop_gradient", "name",
+        "optimization_barrier", "pvary", "pcast", "preduced", "sharding_constraint", "reshard",
+        "mesh_cast", "layout_constraint",
+    }
+)  # fmt: skip
+
+
+class Value:
+    """One array of a program.
+
+    Attributes:
+      aval: its type.
+      size, bytes: of its elements; a reference counts as the array that it refers to.
+      node: what makes it; None for an input of its region.
+      escapes: whether anything but plain nodes of its own region reads it.
+      view: the value whose memory it is, seen in another shape.
+      same_as: for an input of a region, the value outside that it always equals.
+      known: its content, where a literal, a constant or a concrete argument says it.
+    """
+
+    __slots__ = ("aval", "bytes", "escapes", "known", "node", "same_as", "size", "view")
+
+    def __init__(self, aval, node: Node | None = None, known: Any = None):
+        self.aval = aval = getattr(aval, "inner_aval", aval)
+        self.size = math.prod(getattr(aval, "shape", ()))
+        dtype = getattr(aval, "dtype", None)
+        self.bytes = 0 if dtype is None else self.size * dtype.itemsize
+        self.node = node
+        self.known = known
+        self.same_as: Value | None = None
+        self.view: Value | None = None
+        self.escapes = False
+
+    def escape(self) -> None:
+        """Marks it, and what it is a view of, as read outside of its run of nodes."""
+        self.escapes = True
+        if self.view is not None:
+            self.view.escapes = True
+
+    def __repr__(self):
+        return f"Value({self.aval.str_short()})"
+
+
+@dataclass(frozen=True, eq=False)
+class Place:
+    """Where the nodes of one body stand.
+
+    Attributes:
+      parents: the enclosing equations, outermost first.
+      scope: the enclosing name scopes.
+      phase: "forward", "backward" or "recompute" (JAX names it on the outermost equation).
+      axes: sizes of the mesh axes in sight.
+      remat: whether the body is that of a remat that runs again for the backward pass.
+    """
+
+    parents: tuple[JaxprEqn, ...] = ()
+    scope: tuple[str, ...] = ()
+    phase: str = "forward"
+    axes: tuple[tuple[str, int], ...] = ()
+    remat: bool = False
+
+    def of(self, eqn: JaxprEqn) -> tuple[tuple[str, ...], str]:
+        """Scope and phase of an equation here."""
+        stack = eqn.source_info.name_stack.stack
+        if not stack:
+            return self.scope, "backward" if self.remat else self.phase
+        scope, phase = self.scope, "backward" if self.remat else self.phase
+        for part in stack:
+            if type(part).__name__ == "Transform":
+                phase = "backward" if part.name == "transpose" else phase
+            elif part.name == "rematted_computation":
+                phase = "recompute"
+            elif part.name != "checkpoint":
+                scope = (*scope, part.name)
+        return scope, phase
+
+    def within(self, eqn: JaxprEqn) -> Place:
+        """The place of an equation's body."""
+        scope, phase = self.of(eqn)
+        remat = phase == "backward" and bool(eqn.params.get("differentiated"))
+        axes = self.axes
+        if eqn.primitive.name == "shard_map":
+            axes = tuple(eqn.params["mesh"].shape.items())
+        return Place((*self.parents, eqn), scope, phase, axes, remat)
+
+
+class Node:
+    """One equation that runs.
+
+    Attributes:
+      eqn: the equation.
+      place: what encloses it.
+      ins, outs: values read and made.
+      regions: the bodies that it runs, by label; empty for a plain node.
+    """
+
+    __slots__ = ("eqn", "ins", "outs", "place", "regions")
+
+    def __init__(self, eqn: JaxprEqn, place: Place, ins: list[Value]):
+        self.eqn, self.place, self.ins = eqn, place, ins
+        self.outs = [Value(v.aval, self) for v in eqn.outvars]
+        self.regions: dict[str, Region] = {}
+
+    @property
+    def name(self) -> str:
+        return self.eqn.primitive.name
+
+    @property
+    def line(self) -> str:
+        """The user's line that made the equation, or else the innermost one that encloses it."""
+        eqns = (self.eqn, *reversed(self.place.parents))
+        return next((line for line in map(source_line, eqns) if line != UNKNOWN), UNKNOWN)
+
+    @property
+    def scope(self) -> str:
+        """The name scopes around it, `"block/attention"`."""
+        return "/".join(self.place.of(self.eqn)[0])
+
+    @property
+    def phase(self) -> str:
+        return self.place.of(self.eqn)[1]
+
+
+@dataclass(eq=False)
+class Region:
+    """A straight run of nodes.
+
+    Attributes:
+      inputs, outputs: of the body, in its order; consts come first among the inputs.
+      nodes: in program order.
+    """
+
+    inputs: list[Value]
+    nodes: list[Node]
+    outputs: list[Value]
+
+    def walk(self) -> Iterator[Node]:
+        """Every node at every depth."""
+        for node in self.nodes:
+            yield node
+            for region in node.regions.values():
+                yield from region.walk()
+
+
+def prune(region: Region) -> Region:
+    """Leaves out what nothing needs, at every depth, as a compiler does; returns the region."""
+    needed = set(region.outputs)
+    kept = []
+    for node in reversed(region.nodes):
+        if node.eqn.effects or not node.outs or not needed.isdisjoint(node.outs):
+            needed.update(node.ins)
+            kept.append(node)
+            for inner in node.regions.values():
+                prune(inner)
+    region.nodes[:] = reversed(kept)
+    return region
+
+
+def merge(region: Region) -> Region:
+    """Computes once what is computed twice, at every depth, as a compiler does."""
+    same: dict[Value, Value] = {}
+    made: dict[Any, Node] = {}
+    find = lambda v: same.get(v, v)
+    for node in region.nodes:
+        node.ins = [find(v) for v in node.ins]
+        for label, inner in node.regions.items():
+            merge(inner)
+            if node.name == "scan" and label == "body":
+                first: dict[Value, Value] = {}
+                start = carried(node).carry
+                for out, made_inside in zip(node.outs[start:], inner.outputs[start:], strict=True):
+                    same[out] = first.setdefault(made_inside, out)
+        if node.regions or node.eqn.effects:
+            continue
+        ins = tuple(
+            v if v.known is None or v.size > 1 else repr((v.aval, v.known)) for v in node.ins
+        )
+        try:
+            twin = made.setdefault((node.eqn.primitive, ins, *node.eqn.params.items()), node)
+        except TypeError:  # a parameter that can't be compared
+            continue
+        if twin is not node:
+            same.update(zip(node.outs, twin.outs, strict=True))
+    region.outputs = [find(v) for v in region.outputs]
+    return region
+
+
+def program(jaxpr: Jaxpr, args: Sequence[Any] = ()) -> Region:
+    """Returns the regions of a closed jaxpr; `args` may tell the content of its inputs."""
+    region = _region(jaxpr, Place())
+    for value, arg in zip(region.inputs[len(jaxpr.consts) :], args, strict=False):
+        value.known = arg if _is_concrete(arg) else None
+    return region
+
+
+def _is_concrete(x: Any) -> bool:
+    if isinstance(x, Tracer):
+        return False
+    return isinstance(x, jax.Array | np.ndarray | np.generic | int | float | bool)
+
+
+def _region(jaxpr: Jaxpr, place: Place) -> Region:
+    """A body on its own: new values for its inputs."""
+    consts = [Value(v.aval, known=x) for v, x in zip(jaxpr.constvars, jaxpr.consts, strict=True)]
+    inputs = [*consts, *(Value(v.aval) for v in jaxpr.invars)]
+    region = Region(inputs, [], [])
+    region.outputs = _inline(jaxpr, inputs, place, region.nodes)
+    for value in region.outputs:
+        value.escape()
+    return region
+
+
+def _inline(jaxpr: Jaxpr, inputs: Sequence[Value], place: Place, nodes: list[Node]) -> list[Value]:
+    """Appends the nodes of a body, and returns its results."""
+    env = dict(zip([*jaxpr.constvars, *jaxpr.invars], inputs, strict=True))
+
+    def read(atom) -> Value:
+        return Value(atom.aval, known=atom.val) if isinstance(atom, Literal) else env[atom]
+
+    for eqn in jaxpr.eqns:
+        ins = [read(atom) for atom in eqn.invars]
+        if (body := called_body(eqn)) is not None:
+            consts = [Value(jax.typeof(x), known=x) for x in body.consts]
+            outs = _inline(body, [*consts, *ins], place.within(eqn), nodes)
+            env.update(zip(eqn.outvars, outs, strict=True))
+            continue
+        node = Node(eqn, place, ins)
+        if find := _BODIES.get(eqn.primitive.name):
+            inside = place.within(eqn)
+            node.regions = {label: _region(body, inside) for label, body in find(eqn)}
+            for value in ins:
+                value.escape()
+            _LINKS.get(eqn.primitive.name, lambda node: None)(node)
+        elif eqn.primitive.name in VIEWS:
+            for value, source in zip(node.outs, ins, strict=False):
+                value.view = source if source.view is None else source.view
+        nodes.append(node)
+        env.update(zip(eqn.outvars, node.outs, strict=True))
+    return [read(atom) for atom in jaxpr.outvars]
+
+
+def called_body(eqn: JaxprEqn) -> Jaxpr | None:
+    """The program that an equation merely calls, or that its primitive is lowered to."""
+    if (impl := _LOWERINGS.get(eqn.primitive.name)) is not None:
+        platform = "cpu" if jax.default_backend() == "cpu" else "default"
+        run = partial(impl, platform=platform, auto=False, **eqn.params)
+        return jax.make_jaxpr(run)(
+            *(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.invars)
+        )
+    key = {"custom_partitioning": "call", "composite": "jaxpr"}.get(eqn.primitive.name)
+    if key is not None:
+        return eqn.params[key]
+    return called(eqn) if len(eqn.params) else None
+
+
+# Primitives whose lowering is a program like any other.
+_LOWERINGS = {"linear_cross_entropy": cross_entropy._impl, "loss_sum": tile_sum._loss_impl}
+
+# The bodies that each structural primitive runs, by label.
+_BODIES = {
+    "scan": lambda eqn: [("body", eqn.params["jaxpr"])],
+    "while": lambda eqn: [("cond", eqn.params["cond_jaxpr"]), ("body", eqn.params["body_jaxpr"])],
+    "cond": lambda eqn: [(f"branch {i}", b) for i, b in enumerate(eqn.params["branches"])],
+    "shard_map": lambda eqn: [("body", eqn.params["jaxpr"])],
+    "pallas_call": lambda eqn: [("kernel", eqn.params["jaxpr"])],
+    "custom_linear_solve": lambda eqn: [("solve", eqn.params["jaxprs"].solve)],
+    "run_scoped": lambda eqn: [("body", eqn.params["jaxpr"])],
+    "run_state": lambda eqn: [("body", eqn.params["jaxpr"])],
+}
+
+
+# ---- which inputs of a body equal a value outside ------------------------------------------------
+
+
+def own_inputs(jaxpr: Jaxpr, region: Region) -> list[Value]:
+    """The inputs of a region but for the constants that its jaxpr holds."""
+    return region.inputs[len(jaxpr.consts) :]
+
+
+@dataclass(frozen=True)
+class Carried:
+    """How the operands and results of a scan or while divide: consts, carry, xs; carry, ys."""
+
+    consts: int
+    carry: int
+
+
+def carried(node: Node) -> Carried:
+    """The number of consts and of carried values of a loop.
+
+    A scanned operand has one dimension more than its slice in the body, whatever the parameters of
+    a scan are called in one version of JAX or another.
+    """
+    if node.name == "while":
+        consts = node.eqn.params["cond_nconsts"] + node.eqn.params["body_nconsts"]
+        return Carried(consts, len(node.ins) - consts)
+    region = node.regions["body"]
+    inside = own_inputs(node.eqn.params["jaxpr"], region)
+    whole = sum(_rank(x) == _rank(y) for x, y in zip(node.ins, inside, strict=True))
+    carry = sum(_rank(x) == _rank(y) for x, y in zip(node.outs, region.outputs, strict=True))
+    return Carried(whole - carry, carry)
+
+
+def _rank(value: Value) -> int:
+    return len(getattr(value.aval, "shape", ()))
+
+
+def _link_scan(node: Node) -> None:
+    n, region = carried(node), node.regions["body"]
+    inside = own_inputs(node.eqn.params["jaxpr"], region)
+    for i, (outer, inner) in enumerate(zip(node.ins, inside, strict=True)):
+        kept = n.consts <= i < n.consts + n.carry and region.outputs[i - n.consts] is inner
+        if i < n.consts or kept:
+            inner.same_as = outer
+
+
+def _link_while(node: Node) -> None:
+    params = node.eqn.params
+    n, m = params["cond_nconsts"], params["body_nconsts"]
+    carry = node.ins[n + m :]
+    body = own_inputs(params["body_jaxpr"], node.regions["body"])
+    test = own_inputs(params["cond_jaxpr"], node.regions["cond"])
+    for outer, inner in zip(
+        [*node.ins[:n], *node.ins[n : n + m]], [*test[:n], *body[:m]], strict=True
+    ):
+        inner.same_as = outer
+    for i, outer in enumerate(carry):
+        if node.regions["body"].outputs[i] is body[m + i]:
+            body[m + i].same_as = test[n + i].same_as = outer
+
+
+def _link_cond(node: Node) -> None:
+    for branch, region in zip(node.eqn.params["branches"], node.regions.values(), strict=True):
+        for outer, inner in zip(node.ins[1:], own_inputs(branch, region), strict=True):
+            inner.same_as = outer
+
+
+def _link_shard_map(node: Node) -> None:
+    inside = own_inputs(node.eqn.params["jaxpr"], node.regions["body"])
+    for outer, inner, spec in zip(node.ins, inside, node.eqn.params["in_specs"], strict=True):
+        if all(axis is None for axis in spec):
+            inner.same_as = outer
+
+
+_LINKS = {
+    "scan": _link_scan,
+    "while": _link_while,
+    "cond": _link_cond,
+    "shard_map": _link_shard_map,
+}
+
+
+# ---- content -------------------------------------------------------------------------------------
+
+
+def content(value: Value) -> Any | None:
+    """What a value holds, from constants and concrete arguments; None if they don't say."""
+    with jax.ensure_compile_time_eval():
+        return _content(value)
+
+
+def _content(value: Value) -> Any | None:
+    if value.known is not None:
+        return value.known
+    if value.same_as is not None:
+        return _content(value.same_as)
+    node = value.node
+    if node is None or node.regions or node.eqn.effects or value.size > _LARGE:
+        return None
+    if any(x.size > _LARGE for x in node.ins) or node.place.axes:
+        return None
+    args = [_content(x) for x in node.ins]
+    if any(x is None for x in args):
+        return None
+    eqn = node.eqn
+    out = eqn.primitive.bind(*args, **eqn.primitive.get_bind_params(eqn.params))
+    results = out if eqn.primitive.multiple_results else [out]
+    for made, result in zip(node.outs, results, strict=True):
+        made.known = result
+    return value.known
+
+
+def trip_count(node: Node) -> int | None:
+    """How often a loop runs; None for a while that no constant or concrete argument decides.
+
+    Decided is a counter: `i < n` with `i` carried, started at a known number and raised by one.
+    """
+    if node.name == "scan":
+        return node.eqn.params["length"]
+    params, (test, body) = node.eqn.params, node.regions.values()
+    if len(test.nodes) != 1 or test.nodes[0].name not in ("lt", "gt", "le", "ge"):
+        return None
+    (compare,), skip = test.nodes, params["cond_nconsts"]
+    x, y = compare.ins if compare.name in ("lt", "le") else reversed(compare.ins)
+    carry = own_inputs(params["cond_jaxpr"], test)[skip:]
+    if x not in carry or test.outputs != [*compare.outs]:
+        return None
+    i = carry.index(x)
+    inside = own_inputs(params["body_jaxpr"], body)[params["body_nconsts"] :]
+    step = body.outputs[i].node
+    if step is None or step.name != "add" or x.aval.shape or inside[i] not in step.ins:
+        return None
+    by = next((content(v) for v in step.ins if v is not inside[i]), None)
+    start, end = content(node.ins[len(node.ins) - len(carry) + i]), content(y)
+    if (
+        by is None
+        or start is None
+        or end is None
+        or int(by) <= 0
+        or np.asarray(end).dtype.kind not in "iu"
+    ):
+        return None
+    span = int(end) - int(start) + (compare.name in ("le", "ge"))
+    return max(0, -(-span // int(by)))

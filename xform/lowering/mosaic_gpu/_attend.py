@@ -1,0 +1,218 @@
+"""From a call of attention to a kernel: which programs, which tiles, which operands."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from xform.lowering._dropout import kept
+from xform.lowering._spec import EMPTY, FULL, PARTIAL, Spec
+from xform.lowering.mosaic_gpu._program import TileProgram, split
+from xform.lowering.mosaic_gpu._tuning import Tiles, tiles_of
+
+_DTYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
+_MOST = 256
+# Indices are exact in float32, and the kernel computes with them there.
+_LONGEST = 2**24
+# The map of a mask that reads no array is a constant of the program, up to so many tiles.
+_CONSTANT = 2**18
+
+
+def misfits(spec: Spec, q_shape: Sequence[int], kv_len: int, v_size: int) -> list[str]:
+    """Returns why the kernels can't take a call; nothing if they can.
+
+    Args:
+      spec: the user's program.
+      q_shape: `[..., T, H, D]`.
+      kv_len: S.
+      v_size: V.
+    """
+    wrong = []
+    if spec.dtype not in _DTYPES:
+        wrong.append(f"q, k and v are {spec.dtype}; the tensor cores take bfloat16 and float16")
+    size = max(q_shape[-1], v_size)
+    if size > _MOST:
+        wrong.append(f"a head size of {size}; at most {_MOST} fits in shared memory")
+    if max(q_shape[-3], kv_len) >= _LONGEST:
+        wrong.append(f"a length of {max(q_shape[-3], kv_len)}; at most {_LONGEST - 1}")
+    try:
+        programs(spec)
+    except NotImplementedError as e:
+        wrong.append(str(e))
+    return wrong
+
+
+@functools.lru_cache(maxsize=1024)
+def programs(spec: Spec) -> tuple[TileProgram | None, TileProgram | None, TileProgram | None]:
+    """The user's score, mask and dropout, split for a kernel.
+
+    Raises:
+      NotImplementedError: lists what has no form in one.
+    """
+    wrong, parts = [], []
+    reads = tuple(read for group in spec.reads for read in group)
+    drop = _dropout(spec.dropout) if spec.dropout else None
+    for name, jaxpr, score in (
+        ("score_mod", spec.score, True), ("mask_mod", spec.mask, False), ("dropout", drop, False),
+    ):  # fmt: skip
+        try:
+            split_one = jaxpr and split(jaxpr, score=score, reads=reads if score else None)
+            parts.append(split_one)
+        except NotImplementedError as e:
+            wrong.append(f"in `{name}`: {e}")
+    if wrong:
+        raise NotImplementedError("; ".join(wrong))
+    return tuple(parts)
+
+
+def _dropout(rate: float):
+    index = jax.ShapeDtypeStruct((), jnp.int32)
+    key = jax.ShapeDtypeStruct((2,), jnp.uint32)
+    return jax.make_jaxpr(lambda b, h, q, k, key: kept(key, rate, b, h, q, k))(*[index] * 4, key)
+
+
+def attend(
+    spec: Spec, block_map: Callable, hidden: int, q, k, v, captures, context, *,
+    dtype, origin=(0, 0), tiles: Tiles | None = None, interpret=None,
+):  # fmt: skip
+    """The forward pass; arguments and results as of `blockwise.attend`, the output in `dtype`."""
+    sizes = [max(x.shape[d] for x in (q, k, v, *captures, *context)) for d in range(hidden)]
+    run = functools.partial(
+        _attend, spec, block_map, origin=origin, dtype=dtype, tiles=tiles, interpret=interpret
+    )
+    if all(x.shape[d] == 1 for x in (*captures, *context) for d in range(hidden)):
+        # Only q, k and v differ: hidden dimensions are more of the batch.
+        batch = q.shape[hidden]
+        fold = lambda x: jnp.broadcast_to(x, (*sizes, *x.shape[hidden:])).reshape(
+            -1, *x.shape[hidden + 1 :]
+        )
+        inner = lambda x: x.reshape(x.shape[hidden:])
+        out = run(
+            *map(fold, (q, k, v)), [*map(inner, captures)], [*map(inner, context)],
+            mods_batch=batch,
+        )  # fmt: skip
+        return [x.reshape(*sizes, batch, *x.shape[1:]) for x in out]
+    for size in reversed(sizes):
+        run = _one_by_one(run, size)
+    return list(run(q, k, v, list(captures), list(context)))
+
+
+def _one_by_one(run: Callable, size: int) -> Callable:
+    """`run` along a leading dimension that arrays have, or have one of."""
+
+    def mapped(*args):
+        leaves, tree = jax.tree.flatten(args)
+        at = lambda i: [x[0] if x.shape[0] == 1 else x[i] for x in leaves]
+        return lax.map(lambda i: run(*jax.tree.unflatten(tree, at(i))), jnp.arange(size))
+
+    return mapped
+
+
+def _attend(
+    spec: Spec, block_map, q, k, v, captures, context, *,
+    origin, dtype, tiles: Tiles | None, interpret, mods_batch: int | None = None,
+):  # fmt: skip
+    """`attend` without hidden dimensions; mods see `b % mods_batch`."""
+    # Pallas is slow to import, and only wanted where a kernel is built.
+    from xform.lowering.mosaic_gpu._call import Call, Programs, Sizes
+    from xform.lowering.mosaic_gpu._careful import careful
+    from xform.lowering.mosaic_gpu._forward import forward
+    from xform.lowering.mosaic_gpu._twins import Hardware, Twin
+
+    (batch, q_len, heads, size), kv_len, v_size = q.shape, k.shape[1], v.shape[-1]
+    mods_batch = batch if mods_batch is None else mods_batch
+    tiles = tiles or tiles_of(size, v_size)
+    score, mask, dropout = programs(spec)
+    key = context[-1] if spec.dropout else None
+    context = context[:-1] if spec.dropout else context
+    positions = lambda n, tile: jnp.minimum(
+        jnp.arange(-(-n // tile) * tile, dtype=jnp.int32), n - 1
+    )
+    rows, cols = positions(q_len, tiles.rows), positions(kv_len, tiles.kv)
+    reads = [x for x, group in zip(captures, spec.reads, strict=True) for _ in group]
+    operands = [
+        x
+        for program, arrays in ((score, [*reads, *context]), (mask, context), (dropout, [key]))
+        if program is not None
+        for x in program.arrays(arrays, mods_batch, heads, origin, rows, cols)
+    ]
+    steps = _steps(spec, block_map, context, mods_batch, heads, origin, q_len, kv_len, tiles)
+    q, k, v = map(_padded, (q, k, v))
+    sizes = Sizes(batch, q_len, kv_len, heads, k.shape[2], q.shape[-1], v.shape[-1], mods_batch)
+    call = Call(
+        sizes, Programs(score, mask, dropout, spec.scale), tiles, q.dtype, jnp.dtype(dtype),
+        bool(steps), Twin() if interpret else Hardware(),
+    )  # fmt: skip
+    out, top, total, sums = forward(call, q, k, v, steps, operands, interpret=interpret)
+    if mask is not None:
+        finite = jnp.isfinite(sums[..., :q_len]).all().astype(jnp.int32)[None]
+        out = careful(call, q, k, v, steps, operands, out, finite, interpret=interpret)
+    per_row = lambda x: x[..., :q_len].swapaxes(1, 2)
+    return [out[:, :q_len, :, :v_size], per_row(top), per_row(total)]
+
+
+def _positions(length: int, tile: int):
+    """The true indices of whole tiles, those of the padding clipped to the last one."""
+    return jnp.minimum(jnp.arange(-(-length // tile) * tile, dtype=jnp.int32), length - 1)
+
+
+def _padded(x):
+    """`[B,T,H,D]` with a length of 8 n, for bulk copies, and a size of 16 n, for products.
+
+    Zeros change no score; what they add to the output is cut off.
+    """
+    extra = (0, -x.shape[1] % 8, 0, -x.shape[3] % 16)
+    return jnp.pad(x, [(0, n) for n in extra]) if any(extra) else x
+
+
+def _steps(spec: Spec, block_map, context, batch, heads, origin, q_len, kv_len, tiles: Tiles):
+    """The live tiles of each row, see `forward`; nothing where all tiles are full."""
+    if spec.mask is None and kv_len % tiles.kv == 0:
+        return ()
+    b = batch if "b" in spec.mask_dims else 1
+    h = heads if "h" in spec.mask_dims else 1
+
+    def build(context):
+        kinds = lambda b, h: block_map(
+            spec.mask, context, b=b, h=h,
+            q_len=q_len, kv_len=kv_len, q_tile=tiles.rows, kv_tile=tiles.kv,
+        )  # fmt: skip
+        units = jax.vmap(jax.vmap(kinds, (None, 0)), (0, None))
+        return _compact(
+            units(
+                *(x + jnp.arange(n, dtype=jnp.int32) for x, n in zip(origin, (b, h), strict=True))
+            )
+        )
+
+    count = b * h * -(-q_len // tiles.rows) * -(-kv_len // tiles.kv)
+    if context or count > _CONSTANT or any(isinstance(x, jax.Array) for x in origin):
+        return build(context)
+    with jax.ensure_compile_time_eval():
+        return tuple(np.asarray(x) for x in build(()))
+
+
+def _compact(kinds):
+    """Of codes `[..., R, C]`: the rows by their work, counts, and the columns of live tiles."""
+    columns = kinds.shape[-1]
+    partial, full = kinds == PARTIAL, kinds == FULL
+    n_partial = partial.sum(-1, dtype=jnp.int32)
+    n_live = (kinds != EMPTY).sum(-1, dtype=jnp.int32)
+    # A row with no tile visits one, and finds nothing visible: its output is 0 all the same.
+    nothing = n_live == 0
+    count = jnp.stack([n_partial + nothing, n_live + nothing], -1)
+    place = jnp.where(
+        partial,
+        jnp.cumsum(partial, -1, dtype=jnp.int32) - 1,
+        jnp.where(full, n_partial[..., None] + jnp.cumsum(full, -1, dtype=jnp.int32) - 1, columns),
+    )
+    lists = place.reshape(-1, columns)
+    which = jnp.arange(len(lists), dtype=jnp.int32)[:, None]
+    column = jnp.broadcast_to(jnp.arange(columns, dtype=jnp.int32), lists.shape)
+    cols = jnp.zeros(lists.shape, jnp.int32).at[which, lists].set(column, mode="drop")
+    order = jnp.argsort(-n_live, axis=-1, stable=True).astype(jnp.int32)
+    return order, count, cols.reshape(kinds.shape)

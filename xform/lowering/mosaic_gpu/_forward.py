@@ -1,0 +1,291 @@
+"""The forward kernel for Hopper (sm_90a): FlashAttention-3's schedule with the user's code inside.
+
+Source: Shah et al., "FlashAttention-3", arXiv:2407.08608, sections 3.1 and 3.2, with the block
+sparsity of FlexAttention (arXiv:2412.05496) and mods split as in `_program`. One block of the grid
+owns `warpgroups * q` queries of one head and walks the live key tiles, partial ones first. One
+warpgroup loads; each of the others owns `q` queries and overlaps, within itself, the product `S =
+Q K'` of the next tile and `O += P V` of this one with the softmax of the next:
+
+    S0 = Q K0'; P0 = softmax(S0)
+    for j = 1 .. n-1:   issue S = Q Kj';  issue O += P(j-1) V(j-1);  await S;  P = softmax(S)
+                        await O;  rescale O
+    O += P V(n-1)
+
+and, in turns, with the others: one issues its products while another computes its softmax.
+
+Shapes: q `[B,T,H,D]`, k `[B,S,K,D]`, v `[B,S,K,V]`; a tile is `q x kv` pairs. D and V are
+multiples of 16 and at most 256.
+
+Not optimal: blocks are not persistent, so that the tail of one is not hidden by the next; `O` is
+rescaled at every step, also where no maximum has grown; two blocks of one cluster load the same
+keys twice.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from xform.lowering.mosaic_gpu import _plgpu as plgpu
+from xform.lowering.mosaic_gpu._call import (
+    LOG2E,
+    Call,
+    Place,
+    Walk,
+    int32,
+    over_rows,
+    row_layout,
+    swizzle_of,
+    tiled,
+)
+
+# Registers a thread, by the number of computing warpgroups: 65,536 of a multiprocessor in all.
+_COMPUTE_REGISTERS = {1: 240, 2: 240, 3: 160}
+_LOAD_REGISTERS = {1: 24, 2: 24, 3: 24}
+
+
+def forward(call: Call, q, k, v, steps, operands, *, interpret=None):
+    """Runs the kernel.
+
+    Args:
+      call: what is static.
+      q, k, v: as above, bfloat16 or float16.
+      steps: `(order [U,W,R], count [U,W,R,2], cols [U,W,R,C])`, int32: the rows of tiles, the
+        most work first; how many tiles of a row are partial, and live; their columns, partial ones
+        first. U is 1 or the batch of the mods, W is 1 or H. Empty where all tiles are full.
+      operands: those of `call.operands`.
+      interpret: parameters of the interpreter, for tests without a GPU.
+
+    Returns:
+      out `[B,T,H,V]`; of each row the maximum, the sum of the exponentials relative to it, and the
+      sum of the output, which is finite if the row is, `[B,H,R * rows]`, float32.
+    """
+    s, tiles = call.sizes, call.tiles
+    statistic = jax.ShapeDtypeStruct((s.batch, s.heads, s.rows(tiles) * tiles.rows), jnp.float32)
+    run = plgpu.kernel(
+        _Forward(call).entry,
+        out_type=(jax.ShapeDtypeStruct((*q.shape[:3], s.v_size), call.out), *[statistic] * 3),
+        # Heads vary fastest: those that share keys run side by side.
+        grid=(s.heads, s.rows(tiles), s.batch),
+        grid_names=("head", "row", "batch"),
+        num_threads=tiles.warpgroups + 1,
+        thread_name="warpgroup",
+        kernel_name="flex_attention",
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True,
+            # No shared memory is both read and written by ordinary accesses of one warpgroup.
+            unsafe_no_auto_barriers=True,
+            lowering_semantics=plgpu.LoweringSemantics.Lane,
+        ),
+        **({"interpret": interpret} if interpret else {}),
+    )
+    return run(q, k, v, *steps, *operands)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Forward:
+    """The body of the kernel; a method is what one warpgroup does."""
+
+    call: Call
+
+    def entry(self, *refs):
+        """Allocates shared memory and sends each warpgroup to its work."""
+        call, s, t = self.call, self.call.sizes, self.call.tiles
+        n, groups = t.stages, t.warpgroups
+        # The output leaves in columns of up to 128 bytes, two of them at a time if there is room.
+        chunk = swizzle_of(s.v_size, call.out) // call.out.itemsize
+        buffers = min(2 if s.v_size <= 128 else 1, s.v_size // chunk)
+        ring = functools.partial(plgpu.Barrier, num_barriers=n)
+        rows = plgpu.SMEM((groups, t.q), jnp.float32)
+        scratch = {
+            "q": tiled((groups, t.q, s.qk_size), call.narrow),
+            "k": tiled((n, t.kv, s.qk_size), call.narrow),
+            "v": tiled((n, t.kv, s.v_size), call.narrow),
+            "out": tiled((groups, buffers, t.q, chunk), call.out),
+            "statistics": [rows] * 3,
+            "vectors": call.vector_buffers(n),
+            "acc": call.mma.accumulators(groups, t.q, s.v_size),
+            "scores": call.mma.accumulators(groups, t.q, t.kv),
+            "q_full": plgpu.Barrier(num_barriers=groups),
+            "k_full": ring(num_arrivals=1 + len(call.vectors)),
+            "v_full": ring(),
+            "k_free": ring(num_arrivals=groups),
+            "v_free": ring(num_arrivals=groups),
+            "turn": plgpu.Barrier(num_barriers=groups),
+        }
+        plgpu.run_scoped(
+            lambda scratch: self._body(refs, scratch), scratch, collective_axes="warpgroup"
+        )
+
+    def _body(self, refs, smem: dict):
+        q_ref, k_ref, v_ref, *rest = refs
+        n = 3 if self.call.sparse else 0
+        steps, operands, results = rest[:n], rest[n:-4], rest[-4:]
+        batch, head, row = (lax.axis_index(name) for name in ("batch", "head", "row"))
+        walk = self.call.walk(batch, head, row, steps)
+        warpgroup, count = lax.axis_index("warpgroup"), self.call.tiles.warpgroups
+
+        @plgpu.when(warpgroup < count)
+        def _():
+            plgpu.set_max_registers(_COMPUTE_REGISTERS[count], action="increase")
+            self._compute(walk, warpgroup, q_ref, operands, results, smem)
+
+        @plgpu.when(warpgroup == count)
+        def _():
+            plgpu.set_max_registers(_LOAD_REGISTERS[count], action="decrease")
+            self._load(walk, k_ref, v_ref, operands, smem)
+
+    # -- the warpgroup that loads ------------------------------------------------------------------
+
+    def _load(self, walk: Walk, k_ref, v_ref, operands, smem: dict):
+        t, s = self.call.tiles, self.call.sizes
+        stages = int32(t.stages)
+        kv_head = lax.div(walk.head, int32(s.heads // s.kv_heads))
+
+        @plgpu.loop(0, walk.count)
+        def _(i):
+            slot = lax.rem(i, stages)
+            col = walk.col(i)
+            source = (walk.batch, plgpu.ds(col * t.kv, t.kv), kv_head)
+            again = i >= stages
+            plgpu.when(again)(lambda: plgpu.barrier_wait(smem["k_free"].at[slot]))
+            plgpu.copy_gmem_to_smem(k_ref.at[source], smem["k"].at[slot], smem["k_full"].at[slot])
+            self.call.copy_vectors(
+                walk, col, operands, smem["vectors"], slot, smem["k_full"].at[slot]
+            )
+            plgpu.when(again)(lambda: plgpu.barrier_wait(smem["v_free"].at[slot]))
+            plgpu.copy_gmem_to_smem(v_ref.at[source], smem["v"].at[slot], smem["v_full"].at[slot])
+
+        # Every phase that ends must be seen, also the last ones.
+        @plgpu.loop(jnp.maximum(walk.count - stages, 0), walk.count)
+        def _(i):
+            plgpu.barrier_wait(smem["k_free"].at[lax.rem(i, stages)])
+            plgpu.barrier_wait(smem["v_free"].at[lax.rem(i, stages)])
+
+    # -- the warpgroups that compute ---------------------------------------------------------------
+
+    def _compute(self, walk: Walk, warpgroup, q_ref, operands, results, smem: dict):
+        call, t, s = self.call, self.call.tiles, self.call.sizes
+        mma, stages = call.mma, int32(t.stages)
+        q0 = walk.row * t.rows + warpgroup * t.q
+        # A value that the compiler can't see through: it keeps the descriptors of the products
+        # from being hoisted out of the loop, all of them into registers.
+        hidden = lambda: lax.optimization_barrier(warpgroup)
+        q_tile = smem["q"].at[warpgroup]
+        source = q_ref.at[walk.batch, plgpu.ds(q0, t.q), walk.head]
+        plgpu.copy_gmem_to_smem(source, q_tile, smem["q_full"].at[warpgroup])
+        held = call.held(operands, walk, q0)
+        take, give = self._turns(warpgroup, smem)
+        plgpu.barrier_wait(smem["q_full"].at[warpgroup])
+
+        def softmax(i, k0, slot, s_acc, in_flight, top, total):
+            """Weights of step `i`, the new maximum and sum, and what scales the old ones."""
+            s_tile = mma.read(s_acc, in_flight, smem["k"].at[slot])
+            values = call.values(held, smem["vectors"], slot, warpgroup * t.q)
+            plgpu.barrier_arrive(smem["k_free"].at[slot])
+            place = Place(q0, k0)
+            s_tile, factor = call.scores(s_tile, place, i < walk.partial, values)
+            new = jnp.maximum(top, s_tile.max(axis=1) * factor)
+            # A row that has seen no key yet has no maximum; its weights are 0 relative to any.
+            base = jnp.where(new == -jnp.inf, 0.0, new)
+            keep = jnp.exp2(top - base)
+            p = jnp.exp2(s_tile * factor - over_rows(base, call.shape))
+            total = total * keep + p.sum(axis=1)
+            if call.programs.dropout is not None:
+                p = p * call.run(call.programs.dropout, place, values)
+            return p.astype(call.narrow), new, total, keep
+
+        def first(s_acc):
+            k0 = walk.col(int32(0)) * t.kv
+            plgpu.barrier_wait(smem["k_full"].at[0])
+            take()
+            mma.qk(s_acc, q_tile, smem["k"].at[0])
+            give()
+            return softmax(int32(0), k0, int32(0), s_acc, 0, rows(-jnp.inf), rows(0.0))[:3]
+
+        def step(acc, i, carry):
+            p, top, total = carry
+            slot, following = lax.rem(i - 1, stages), lax.rem(i, stages)
+
+            def products(s_acc):
+                k0 = walk.col(i) * t.kv  # read early: it comes from far away
+                plgpu.barrier_wait(smem["k_full"].at[following])
+                take()
+                mma.qk(s_acc, smem["q"].at[hidden()], smem["k"].at[following])
+                plgpu.barrier_wait(smem["v_full"].at[slot])
+                mma.pv(acc, p, smem["v"].at[slot])
+                give()
+                return softmax(i, k0, following, s_acc, 1, top, total)
+
+            p, top, total, keep = mma.scoped(products, smem["scores"], warpgroup, call.shape)
+            mma.wait(smem["v"].at[slot])
+            plgpu.barrier_arrive(smem["v_free"].at[slot])
+            acc[...] = acc[...] * over_rows(keep, (t.q, s.v_size))
+            return p, top, total
+
+        def walk_tiles(acc):
+            mma.clear(acc)
+            carry = mma.scoped(first, smem["scores"], warpgroup, call.shape)
+            p, top, total = lax.fori_loop(1, walk.count, functools.partial(step, acc), carry)
+            slot = lax.rem(walk.count - 1, stages)
+            plgpu.barrier_wait(smem["v_full"].at[slot])
+            take()
+            mma.pv(acc, p, smem["v"].at[slot])
+            give()
+            mma.wait(smem["v"].at[slot])
+            plgpu.barrier_arrive(smem["v_free"].at[slot])
+            return acc[...], top, total
+
+        rows = lambda x: plgpu.layout_cast(jnp.full((t.q,), x, jnp.float32), row_layout())
+        acc, top, total = mma.scoped(walk_tiles, smem["acc"], warpgroup, (t.q, s.v_size))
+        self._last_turn(warpgroup, smem)
+        self._finish(walk, warpgroup, q0, acc, top, total, results, smem)
+
+    def _turns(self, warpgroup, smem: dict) -> tuple[Callable, Callable]:
+        """`take` waits for the tensor cores, `give` hands them to the next warpgroup."""
+        if not self.call.tiles.in_turns:
+            return (lambda: None), (lambda: None)
+        turn = smem["turn"]
+        last = self.call.tiles.warpgroups - 1
+        plgpu.when(warpgroup == last)(lambda: plgpu.barrier_arrive(turn.at[0]))
+        following = jnp.where(warpgroup == last, 0, warpgroup + 1)
+        return (
+            lambda: plgpu.barrier_wait(turn.at[warpgroup]),
+            lambda: plgpu.barrier_arrive(turn.at[following]),
+        )
+
+    def _last_turn(self, warpgroup, smem: dict):
+        """Takes the turn that the last one gave, which nobody needs."""
+        if self.call.tiles.in_turns:
+            plgpu.when(warpgroup == 0)(lambda: plgpu.barrier_wait(smem["turn"].at[0]))
+
+    def _finish(self, walk, warpgroup, q0, acc, top, total, results, smem: dict):
+        """Divides by the sums, and writes a warpgroup's rows."""
+        out_ref, *statistics = results
+        t, size = self.call.tiles, self.call.sizes.v_size
+        rows = plgpu.ds(q0, t.q)
+        inverse = jnp.where(total == 0.0, 0.0, 1.0 / total)
+        acc = acc * over_rows(inverse, (t.q, size))
+        # What sees an infinite value is NaN, however the weights fall.
+        acc = jnp.where(jnp.abs(acc) < jnp.inf, acc, jnp.nan)
+        values = (top * (1 / LOG2E), total, acc.sum(axis=1))
+        for value, ref, buffer in zip(values, statistics, smem["statistics"], strict=True):
+            buffer.at[warpgroup][...] = value
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(buffer.at[warpgroup], ref.at[walk.batch, walk.head, rows])
+        buffers = smem["out"]
+        chunk = buffers.shape[-1]
+        for n in range(size // chunk):
+            buffer = buffers.at[warpgroup, n % buffers.shape[1]]
+            if n >= buffers.shape[1]:
+                plgpu.wait_smem_to_gmem(buffers.shape[1] - 1, wait_read_only=True)
+            buffer[...] = acc[:, n * chunk : (n + 1) * chunk].astype(self.call.out)
+            plgpu.commit_smem()
+            cols = plgpu.ds(n * chunk, chunk)
+            plgpu.copy_smem_to_gmem(buffer, out_ref.at[walk.batch, rows, walk.head, cols])
+        plgpu.wait_smem_to_gmem(0)

@@ -1,0 +1,84 @@
+"""Two tiles that Pallas can't make well, written in Mosaic's own terms.
+
+Both are in the layout of a product's result: a thread holds pairs of neighbouring columns, 8
+columns and 8 rows apart. What it holds is one place of its own plus constants, and saying so is
+what matters: an iota costs a conversion or an addition of its own for every element.
+"""
+
+from collections.abc import Iterator
+
+import numpy as np
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, memref, vector
+
+from xform.lowering.mosaic_gpu import _plgpu as plgpu
+
+_LAYOUT = plgpu.FragmentedLayout
+
+
+def index_tile(start, shape: tuple[int, int], dim: int, *, floating: bool):
+    """The tile whose element (r, c) is `start + r` or `start + c`.
+
+    Args:
+      start: int32.
+      shape: rows and columns.
+      dim: 0 for rows, 1 for columns.
+      floating: whether it is float32, exact below 2**24, or int32.
+    """
+    i32, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
+    own = arith.index_cast(i32, next(iter(_LAYOUT.thread_idxs(shape)))[dim])
+    base = arith.addi(own, start)
+    base = arith.sitofp(f32, base) if floating else base
+    element = f32 if floating else i32
+    constant = lambda n: arith.constant(element, float(n) if floating else n)
+    add = arith.addf if floating else arith.addi
+    made = {}
+
+    def at(*place):
+        if place[dim] not in made:
+            made[place[dim]] = add(base, constant(place[dim]))
+        return made[place[dim]]
+
+    return _tile(shape, element, at, None if floating else True)
+
+
+def band_tile(ref, start, shape: tuple[int, int], signed: bool | None):
+    """The tile whose element (r, c) is `ref[start + r - c]`.
+
+    Eight rows and four pairs of columns of a warp read 14 neighbouring words: no bank twice.
+
+    Args:
+      ref: a vector in shared memory, 32 bits an element.
+      start: int32.
+      shape: rows and columns.
+      signed: whether integers are signed; None for floats.
+    """
+    index = ir.IndexType.get()
+    row, col = next(iter(_LAYOUT.thread_idxs(shape)))
+    base = arith.subi(arith.addi(arith.index_cast(index, start), row), col)
+    made = {}
+
+    def at(r, c):
+        if r - c not in made:
+            made[r - c] = memref.load(ref, [arith.addi(base, arith.constant(index, r - c))])
+        return made[r - c]
+
+    return _tile(shape, ir.MemRefType(ref.type).element_type, at, signed)
+
+
+def _tile(shape: tuple[int, int], element, at, signed: bool | None):
+    """The tile of what `at` returns for the constant part (r, c) of each place of a thread."""
+    registers = np.empty(_LAYOUT.registers_shape(shape), dtype=object)
+    pair = ir.VectorType.get((_LAYOUT.vector_length,), element)
+    for place, row, col in _places(registers.shape, shape):
+        values = [at(row, col + n) for n in range(_LAYOUT.vector_length)]
+        registers[place] = vector.from_elements(pair, values)
+    return plgpu.FragmentedArray(_registers=registers, _layout=_LAYOUT, _is_signed=signed)
+
+
+def _places(registers: tuple[int, ...], shape: tuple[int, int]) -> Iterator[tuple]:
+    """Every register of a thread, and the row and column of its first element in thread 0."""
+    strides = _LAYOUT.tiling.tile_strides((shape[1], 1))
+    for place in np.ndindex(registers):
+        linear = sum(i * s for i, s in zip(place, strides, strict=False))
+        yield place, linear // shape[1], linear % shape[1]

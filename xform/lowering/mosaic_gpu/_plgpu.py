@@ -1,0 +1,33 @@
+"""All names of Pallas and its Mosaic GPU backend that xform uses: an API that changes often.
+
+Imported by the lowering alone, when a kernel is built: it is slow to import.
+"""
+
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+kernel, SMEM, ACC, Barrier, RefUnion = (
+    plgpu.kernel, plgpu.SMEM, plgpu.ACC, plgpu.Barrier, plgpu.RefUnion,
+)  # fmt: skip
+Layout, TilingTransform, SwizzleTransform = (
+    plgpu.Layout, plgpu.TilingTransform, plgpu.SwizzleTransform,
+)  # fmt: skip
+CompilerParams, LoweringSemantics, InterpretGPUParams = (
+    plgpu.CompilerParams, plgpu.LoweringSemantics, plgpu.InterpretGPUParams,
+)  # fmt: skip
+barrier_arrive, barrier_wait, commit_smem = (
+    plgpu.barrier_arrive, plgpu.barrier_wait, plgpu.commit_smem,
+)  # fmt: skip
+copy_gmem_to_smem, copy_smem_to_gmem, wait_smem_to_gmem = (
+    plgpu.copy_gmem_to_smem, plgpu.copy_smem_to_gmem, plgpu.wait_smem_to_gmem,
+)  # fmt: skip
+wgmma, wgmma_wait, wgmma_accumulator_load = (
+    plgpu.wgmma, plgpu.wgmma_wait, plgpu.wgmma_accumulator_load,
+)  # fmt: skip
+load, layout_cast, broadcasted_iota, set_max_registers = (
+    plgpu.load, plgpu.layout_cast, plgpu.broadcasted_iota, plgpu.set_max_registers,
+)  # fmt: skip
+inline_mgpu, RefType, ShapeDtypeStruct = plgpu.inline_mgpu, plgpu.RefType, plgpu.ShapeDtypeStruct
+ds, when, loop, run_scoped = pl.ds, pl.when, pl.loop, pl.run_scoped
+FragmentedArray, FragmentedLayout = mgpu.FragmentedArray, mgpu.WGMMA_LAYOUT

@@ -1,0 +1,138 @@
+"""The operations of the tensor cores in two forms: for the hardware, and for the interpreter.
+
+The interpreter neither knows every form that the hardware takes (accumulators that are assigned to,
+operands in registers) nor sees what a product reads, so that it would miss the race of a buffer
+that is handed back too early. The twin says the same with plain loads: it reads an operand when the
+product is issued and once more when its result is awaited, and commits, since a product reads by
+the asynchronous proxy. The schedule around it is one source for both.
+"""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jax import lax
+
+from xform.lowering.mosaic_gpu import _plgpu as plgpu
+from xform.lowering.mosaic_gpu._fragments import band_tile, index_tile
+
+
+class Hardware:
+    """WGMMA with accumulators in registers."""
+
+    def accumulators(self, count: int, rows: int, cols: int):
+        """Shared memory for accumulators: none."""
+        del count, rows, cols
+        return ()
+
+    def scoped(self, body, buffers, warpgroup, shape):
+        """Runs `body` with an accumulator."""
+        del buffers, warpgroup
+        return plgpu.run_scoped(body, plgpu.ACC(shape, jnp.float32))
+
+    def clear(self, acc):
+        """Accumulators start at 0."""
+
+    def qk(self, acc, q, k):
+        plgpu.wgmma(acc, q, k.T)
+
+    def pv(self, acc, p, v):
+        plgpu.wgmma(acc, p, v)
+
+    def read(self, acc, in_flight: int, k):
+        """The result of a product, once at most `in_flight` later ones still run."""
+        del k
+        return plgpu.wgmma_accumulator_load(acc, wait_n=in_flight)
+
+    def wait(self, v):
+        """Waits for all products; `v` is what the last one reads."""
+        del v
+        plgpu.wgmma_wait(0)
+
+    def tile(self, buffer):
+        """A tile of shared memory as values."""
+        return plgpu.load(buffer, layout=plgpu.Layout.WGMMA)
+
+    def column(self, buffer):
+        """A vector over columns, from shared memory."""
+        return plgpu.load(buffer, layout=plgpu.Layout.WGMMA.reduce(0), optimized=False)
+
+    def band(self, buffer, shape, start, dtype):
+        """The tile `[r, c] = buffer[start + r - c]` of a vector in shared memory."""
+        signed = None if jnp.issubdtype(dtype, jnp.floating) else dtype == jnp.int32
+
+        @_inline(shape, dtype, plgpu.RefType(), plgpu.Layout.WG_SPLAT)
+        def tile(ctx, ref, start):
+            del ctx
+            return band_tile(ref, start.registers.item(), shape, signed)
+
+        return tile(buffer, start)
+
+    def index(self, start, shape, dim: int, dtype):
+        """The tile `start + r`, or `start + c` with `dim=1`, int32 or float32."""
+        floating = jnp.issubdtype(dtype, jnp.floating)
+
+        @_inline(shape, dtype, plgpu.Layout.WG_SPLAT)
+        def tile(ctx, start):
+            del ctx
+            return index_tile(start.registers.item(), shape, dim, floating=floating)
+
+        return tile(start)
+
+
+def _inline(shape, dtype, *arguments):
+    result = plgpu.ShapeDtypeStruct(shape, dtype, layout=plgpu.Layout.WGMMA)
+    return plgpu.inline_mgpu(arg_types=arguments, return_type=result)
+
+
+class Twin:
+    """Plain loads and stores, which the race detector sees."""
+
+    def accumulators(self, count: int, rows: int, cols: int):
+        return plgpu.SMEM((count, rows, cols), jnp.float32)
+
+    def scoped(self, body, buffers, warpgroup, shape):
+        del shape
+        return body(buffers.at[warpgroup])
+
+    def clear(self, acc):
+        acc[...] = jnp.zeros(acc.shape, jnp.float32)
+
+    def qk(self, acc, q, k):
+        acc[...] = _product(q[...], k[...], 1)
+
+    def pv(self, acc, p, v):
+        acc[...] = acc[...] + _product(p, v[...], 0)
+
+    def read(self, acc, in_flight: int, k):
+        del in_flight
+        return acc[...] + _read_again(k)
+
+    def wait(self, v):
+        _read_again(v)
+
+    def tile(self, buffer):
+        return buffer[...]
+
+    def column(self, buffer):
+        x = buffer[...]
+        plgpu.commit_smem()
+        return x
+
+    def band(self, buffer, shape, start, dtype):
+        del dtype
+        r, c = (lax.broadcasted_iota(jnp.int32, shape, d) for d in (0, 1))
+        return self.column(buffer)[start + r - c]
+
+    def index(self, start, shape, dim: int, dtype):
+        return (lax.broadcasted_iota(jnp.int32, shape, dim) + start).astype(dtype)
+
+
+def _product(x, y, dim: int):
+    return lax.dot_general(x, y, (((1,), (dim,)), ((), ())), preferred_element_type=jnp.float32)
+
+
+def _read_again(ref):
+    """0, from a read of `ref`, which the hardware may do up to here."""
+    x = ref[...].astype(jnp.float32).sum()
+    plgpu.commit_smem()
+    return jnp.where(x == x, 0.0, 0.0)

@@ -1,0 +1,294 @@
+"""Attention of arrays that a mesh splits: each device attends with its own batch and heads.
+
+Three ways lead here. Inside `jax.shard_map` arrays are local already. Axes of type `Explicit` split
+arrays by their type, and the primitive is lowered into a `shard_map` over these types. Axes of type
+`Auto` are split by XLA's partitioner while it compiles; it asks the rule below. In all of them
+batch, heads and the dimensions that `vmap` added may be split, no array is moved, and the only
+collective is the sum that a gradient needs whose operand other devices read as well. Any other
+split is an error, never a hidden transfer.
+
+Mods see the true `b` and `h`: a device's first ones are the `origin` of its part. (Inside
+`jax.shard_map` the program is written for one device, and so are its mods.)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.core import ShapedArray
+from jax.experimental.custom_partitioning import (
+    ArrayMapping,
+    CompoundFactor,
+    SdyShardingRule,
+    custom_partitioning,
+)
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from xform._compat import apply_primitive, compute_capability, lower_with_devices
+from xform.lowering._tile_fn import COL, ROW, Kind
+from xform.primitives._choose import Device
+
+type Axes = tuple[str, ...]
+type Specs = Sequence[tuple[Axes, ...]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """What the dimensions of one operand or result are.
+
+    Attributes:
+      label: what an error calls it.
+      shape, dtype: of the whole array.
+      dims: of each dimension a name: "B", "T", "H", "S", "D", the hidden ones "vmap 0", "vmap 1",
+        those of captured arrays "dim 0", "dim 1". Key/value heads are "H" too, since they are split
+        as query heads are; if there is only one it is "K", and every device has it.
+    """
+
+    label: str
+    shape: tuple[int, ...]
+    dtype: Any
+    dims: tuple[str, ...]
+
+    @classmethod
+    def of(cls, label: str, kind: Kind, array, hidden: int) -> Layout:
+        """The layout of an array, or its type, with this many hidden dimensions in front."""
+        shape = array.shape
+        lead = [f"vmap {i}" if n > 1 else "-" for i, n in enumerate(shape[:hidden])]
+        own = [f"dim {i}" for i in range(len(shape) - hidden)]
+        if kind == ROW:
+            own = ["B", "T", "H", "D"][: len(own)]
+        elif kind == COL:
+            own = ["B", "S", "H" if shape[hidden + 2] > 1 else "K", "D"][: len(own)]
+        return cls(f"{label} {array.dtype}{list(shape)}", shape, array.dtype, (*lead, *own))
+
+    def spec(self, axes: dict[str, Axes]) -> PartitionSpec:
+        """The placement of an array whose named dimensions are split over `axes`."""
+        return PartitionSpec(*(axes.get(d) or None for d in self.dims))
+
+    def part(self, axes: dict[str, Axes], sizes: Mapping[str, int]) -> tuple[int, ...]:
+        """The shape of what one device has."""
+        named = zip(self.dims, self.shape, strict=True)
+        return tuple(n // _size(axes.get(d, ()), sizes) for d, n in named)
+
+
+@dataclasses.dataclass(frozen=True)
+class Layouts:
+    """The layouts of the operands and results of one call of a primitive.
+
+    Attributes:
+      operands, results: one each.
+      local: whether a device can do its part alone. If not, explicit axes may split nothing, and
+        XLA's partitioner sees the program as it is.
+    """
+
+    operands: tuple[Layout, ...]
+    results: tuple[Layout, ...]
+    local: bool = True
+
+    def axes(self, specs: Specs, sizes: Mapping[str, int], *, strict: bool) -> dict[str, Axes]:
+        """The mesh axes that split each named dimension.
+
+        Args:
+          specs: of each operand, the axes that split each of its dimensions.
+          sizes: of the mesh axes.
+          strict: whether operands must be split as they will be read. Otherwise one that is whole
+            is cut where it lies, which moves nothing.
+
+        Raises:
+          ValueError: lists every split that can't stay local.
+        """
+        given = [
+            (x, d, n, s)
+            for x, spec in zip(self.operands, specs, strict=True)
+            for d, n, s in zip(x.dims, x.shape, spec, strict=True)
+        ]
+        axes: dict[str, Axes] = {}
+        for _, d, _, split in given:
+            if d in ("B", "H") or d.startswith("vmap"):
+                axes[d] = axes.get(d) or split
+        wrong = []
+        for x, d, n, split in given:
+            needed = axes.get(d, ())
+            if split != needed and (split or strict):
+                wrong.append(f"{x.label} is split over {split} along {d}, needed is {needed}")
+            elif n % _size(needed, sizes):
+                wrong.append(f"{x.label} has {n} along {d}, no multiple of the axes {needed}")
+        used = [axis for split in axes.values() for axis in split]
+        if len(set(used)) < len(used):
+            wrong.append(f"one mesh axis splits two dimensions: {axes}")
+        if wrong:
+            raise ValueError(
+                "flex_attention works on split arrays where the batch, the heads or a dimension of "
+                "vmap is split, the same for all of q, k and v, and what mods read is whole; "
+                f"found: {'; '.join(dict.fromkeys(wrong))}. Place these arrays so before the call "
+                "(`jax.sharding.reshard` for explicit axes, `jax.lax.with_sharding_constraint` for "
+                "others), or write the communication down: call it inside `jax.shard_map`."
+            )
+        return axes
+
+    def rule(self) -> SdyShardingRule:
+        """What XLA's partitioner may propagate: splits of batch, heads and hidden dimensions."""
+        heads = {n for x in self.operands for d, n in zip(x.dims, x.shape, strict=True) if d == "H"}
+        fresh = itertools.count()
+
+        def factor(dim: str, size: int):
+            if dim == "H":  # query heads are key heads times the group
+                return "k" if size == min(heads) else CompoundFactor("k", "g")
+            return dim.replace(" ", "") if dim == "B" or "vmap" in dim else f"u{next(fresh)}"
+
+        mapping = lambda x: ArrayMapping(*map(factor, x.dims, x.shape))
+        group: dict[str, Any] = {"g": max(heads) // min(heads)} if len(heads) > 1 else {}
+        return SdyShardingRule(
+            tuple(map(mapping, self.operands)), tuple(map(mapping, self.results)), **group
+        )
+
+
+def _size(axes: Axes, sizes: Mapping[str, int]) -> int:
+    return math.prod(sizes[axis] for axis in axes)
+
+
+def _spec(sharding, ndim: int) -> tuple[Axes, ...]:
+    """The axes that split each dimension."""
+    entries = (*sharding.spec, *[None] * (ndim - len(sharding.spec)))
+    return tuple(() if e is None else (e,) if isinstance(e, str) else tuple(e) for e in entries)
+
+
+def _explicit(avals: Sequence[ShapedArray]) -> Specs:
+    """How the types of operands say that they are split."""
+    return [_spec(a.sharding, a.ndim) for a in avals]
+
+
+def _result_types(layouts: Layouts, operands: Sequence[ShapedArray]) -> list[ShapedArray]:
+    """The types of results: split as the operands are, and varying over the same manual axes.
+
+    Raises:
+      ValueError: if the operands' types are split in a way that can't stay local.
+      NotImplementedError: if explicit axes split them inside a `shard_map` over other axes.
+    """
+    mesh = operands[0].sharding.mesh
+    if mesh.empty:
+        return [ShapedArray(x.shape, x.dtype) for x in layouts.results]
+    axes, specs = {}, _explicit(operands)
+    if any(map(any, specs)):
+        if AxisType.Manual in mesh.axis_types or not layouts.local:
+            raise NotImplementedError(
+                f"arrays are split by explicit axes of the mesh: {', '.join(map(str, operands))}. "
+                "Do this inside `jax.shard_map`, with these axes among its `axis_names`."
+            )
+        axes = layouts.axes(specs, mesh.shape, strict=True)
+    varying = operands[0].manual_axis_type
+    place = lambda x: NamedSharding(mesh, x.spec(axes))
+    return [
+        ShapedArray(x.shape, x.dtype, sharding=place(x), manual_axis_type=varying)
+        for x in layouts.results
+    ]
+
+
+def _local(impl: Callable, layouts: Layouts, axes: dict[str, Axes], sizes: Mapping[str, int]):
+    """`impl` on one device's part of the operands; what belongs to all devices is summed, wide."""
+    rows = next(x for x in layouts.operands if "T" in x.dims)
+    part = dict(zip(rows.dims, rows.part(axes, sizes), strict=True))
+    used = {axis for split in axes.values() for axis in split}
+    sums = [
+        tuple(sorted(used - {axis for d in x.dims for axis in axes.get(d, ())}))
+        for x in layouts.results
+    ]
+    wide = lambda dtype, s: jnp.promote_types(dtype, jnp.float32) if s else dtype
+    outs = [
+        jax.ShapeDtypeStruct(x.part(axes, sizes), wide(x.dtype, s))
+        for x, s in zip(layouts.results, sums, strict=True)
+    ]
+
+    def run(*args):
+        start = lambda d: lax.axis_index(axes[d]) * part[d] if axes.get(d) else 0
+        results = impl(*args, origin=(start("B"), start("H")), outs=outs)
+        return [
+            (lax.psum(y, s) if s else y).astype(x.dtype)
+            for y, s, x in zip(results, sums, layouts.results, strict=True)
+        ]
+
+    return run
+
+
+def _in_types(impl: Callable, layouts: Layouts, operands: Sequence[ShapedArray]) -> Callable:
+    """`impl` on the parts that explicit axes make."""
+    mesh = operands[0].sharding.mesh
+    axes = layouts.axes(_explicit(operands), mesh.shape, strict=True)
+    return jax.shard_map(
+        _local(impl, layouts, axes, mesh.shape), mesh=mesh, check_vma=False,
+        in_specs=tuple(x.spec(axes) for x in layouts.operands),
+        out_specs=[x.spec(axes) for x in layouts.results],
+    )  # fmt: skip
+
+
+def _in_partitioner(impl: Callable, layouts: Layouts, whole: Callable) -> Callable:
+    """`impl` on the parts that XLA's partitioner makes: it calls back while it compiles."""
+
+    def partition(mesh, operands, results):
+        del results
+        if mesh.empty:
+            raise ValueError(
+                "flex_attention on several devices needs to know their mesh: place its arrays by "
+                "a `jax.sharding.NamedSharding`."
+            )
+        specs = [_spec(x.sharding, len(x.shape)) for x in operands]
+        axes = layouts.axes(specs, mesh.shape, strict=False)
+        place = lambda xs: [NamedSharding(mesh, x.spec(axes)) for x in xs]
+        local = _local(impl, layouts, axes, mesh.shape)
+        return mesh, local, place(layouts.results), tuple(place(layouts.operands))
+
+    f = custom_partitioning(lambda *args: whole(*args))
+    f.def_partition(partition, sharding_rule=layouts.rule())
+    return f
+
+
+def splittable(primitive: Primitive, layouts: Callable, impl: Callable) -> None:
+    """Gives a primitive its types, its lowering and its evaluation, split or not.
+
+    Args:
+      primitive: with several results.
+      layouts: `layouts(*avals, **params) -> Layouts`.
+      impl: `impl(*args, origin, outs, device, **params)`, on the operands of one device: `origin`
+        is the b and h of their first, `outs` are the shapes and dtypes of the results, `device`
+        says what they are lowered for.
+    """
+
+    def rule(ctx, *args, platform=None, **params):
+        platform = platform or "/".join(ctx.module_context.platforms)
+        device = Device(platform, compute_capability(ctx) if platform == "cuda" else None)
+        operands, on = ctx.avals_in, ctx.module_context.axis_context
+        mesh, layout = operands[0].sharding.mesh, layouts(*operands, **params)
+        local = partial(impl, device=device, **params)
+        explicit = not mesh.empty and mesh.size > 1 and set(mesh.axis_types) == {AxisType.Explicit}
+        if explicit and layout.local:
+            f = _in_types(local, layout, operands)
+            return mlir.lower_fun(f, multiple_results=True)(ctx, *args)
+        # Inside `shard_map` a device's program is the whole program.
+        several = getattr(on, "num_devices", 1) > 1 and not hasattr(on, "manual_axes")
+        whole = partial(local, origin=(0, 0), outs=layout.results)
+        split = several and layout.local
+        f = _in_partitioner(local, layout, whole) if split else whole
+        if split and not mesh.empty:  # that of `jax.set_mesh`, which custom partitioning overlooks
+            on = dataclasses.replace(on, abstract_mesh=mesh)
+            ctx = ctx.replace(module_context=ctx.module_context.replace(axis_context=on))
+        strip = lambda avals: [ShapedArray(a.shape, a.dtype) for a in avals]
+        ctx = ctx.replace(avals_in=strip(ctx.avals_in), avals_out=strip(ctx.avals_out))
+        return mlir.lower_fun(f, multiple_results=True)(ctx, *args)
+
+    primitive.def_impl(partial(apply_primitive, primitive))
+    primitive.def_abstract_eval(
+        lambda *avals, **params: _result_types(layouts(*avals, **params), avals)
+    )
+    mlir.register_lowering(primitive, rule)
+    mlir.register_lowering(primitive, partial(rule, platform="cuda"), platform="cuda")
+    lower_with_devices(primitive)

@@ -1,0 +1,185 @@
+"""Checkpoints of a run, on orbax: each is whole or not there.
+
+A checkpoint is written beside its place, in the background, and put there by one rename, so that
+whatever stops the process leaves the last one as it was. It holds arrays, in the layout and on the
+mesh that whoever restores it asks for, and a JSON object of what else a run needs to go on.
+"""
+
+import logging
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import orbax.checkpoint as ocp
+from jax.tree_util import keystr
+from jaxtyping import PyTree
+
+_INFO = "info"
+_TREE = "tree"  # orbax wants a container, and a tree may be one array
+
+
+class Checkpoints:
+    """The newest checkpoints of one run, each under the number of steps that it has seen.
+
+    Use it in a `with` block, whose end waits for the last save. One process writes to a folder.
+
+    Args:
+      folder: Where they are; made if need be. Half-written ones of a process that was killed are
+        cleared away.
+      keep: How many are kept.
+      read_only: Nothing is made or cleared away: another process may be at work here.
+
+    >>> import tempfile, jax.numpy as jnp
+    >>> state = {"params": {"w": jnp.arange(3.0)}, "key": jax.random.key(0)}
+    >>> with tempfile.TemporaryDirectory() as folder, Checkpoints(folder) as checkpoints:
+    ...     checkpoints.save(10, state, {"lr": 0.1})
+    ...     print(checkpoints.latest, checkpoints.info())
+    ...     print(checkpoints.restore({"params": state["params"]}))
+    10 {'lr': 0.1}
+    {'params': {'w': Array([0., 1., 2.], dtype=float32)}}
+    """
+
+    def __init__(self, folder: Path | str, *, keep: int = 2, read_only: bool = False):
+        self.folder = Path(folder).absolute()
+        if read_only and not self.folder.is_dir():
+            raise FileNotFoundError(f"there are no checkpoints: `{self.folder}` is no folder")
+        options = ocp.CheckpointManagerOptions(
+            max_to_keep=keep, cleanup_tmp_directories=not read_only, read_only=read_only
+        )
+        self._manager = ocp.CheckpointManager(self.folder, options=options)
+        self._size = 0
+
+    def __enter__(self) -> "Checkpoints":
+        return self
+
+    def __exit__(self, kind, error, traceback) -> None:
+        try:
+            self.wait()
+        except OSError:
+            if error is None:
+                raise
+        finally:
+            self._manager.close()
+
+    @property
+    def latest(self) -> int | None:
+        """The step of the newest checkpoint, or None."""
+        return self._manager.latest_step()
+
+    def save(self, step: int, state: Mapping[str, PyTree], info: Mapping) -> None:
+        """Begins to save a checkpoint; the arrays may be donated as soon as this returns.
+
+        Args:
+          step: Number of steps that the state has seen.
+          state: Trees of arrays by name, each of which can be restored without the others.
+          info: What else belongs to it, as JSON.
+
+        Raises:
+          OSError: This save or the one before failed, for want of space for example. Earlier
+            checkpoints are whole.
+        """
+        self.wait()
+        self._size = sum(x.nbytes for x in jax.tree.leaves(dict(state)))
+        items = {name: ocp.args.StandardSave({_TREE: tree}) for name, tree in state.items()}
+        args = ocp.args.Composite(**items, **{_INFO: ocp.args.JsonSave(dict(info))})
+        try:
+            self._manager.save(step, args=args, force=True)
+        except OSError as error:
+            self._failed(error)
+
+    def wait(self) -> None:
+        """Waits until the last save is whole.
+
+        Raises:
+          OSError: It failed. Earlier checkpoints are whole.
+        """
+        try:
+            self._manager.wait_until_finished()
+        except Exception as error:  # tensorstore has no type of its own for a full disk
+            self._failed(error)
+
+    def info(self) -> dict:
+        """Returns the JSON object of the newest checkpoint."""
+        args = ocp.args.Composite(**{_INFO: ocp.args.JsonRestore()})
+        return self._manager.restore(self._newest(), args=args)[_INFO]
+
+    def restore(self, like: Mapping[str, PyTree]) -> dict[str, PyTree]:
+        """Returns the trees of the newest checkpoint that `like` names.
+
+        Args:
+          like: Trees by name, of arrays or of `jax.ShapeDtypeStruct`s with a sharding, which say
+            shape, dtype and placement of each leaf. The mesh need not be that of the save.
+
+        Raises:
+          FileNotFoundError: There is no checkpoint.
+          ValueError: Lists every leaf of another shape or dtype, missing or left over.
+        """
+        step = self._newest()
+        wanted = {name: jax.tree.map(_struct, tree) for name, tree in like.items()}
+        path = self.folder / str(step)
+        wrong = [line for name, tree in wanted.items() for line in _differences(path / name, tree)]
+        if wrong:
+            raise ValueError(f"the checkpoint `{path}` is of another program: {'; '.join(wrong)}.")
+        items = {name: ocp.args.StandardRestore({_TREE: tree}) for name, tree in wanted.items()}
+        restored = self._manager.restore(step, args=ocp.args.Composite(**items))
+        return {name: restored[name][_TREE] for name in wanted}
+
+    def _newest(self) -> int:
+        if self.latest is None:
+            raise FileNotFoundError(f"there is no checkpoint in `{self.folder}`")
+        return self.latest
+
+    def _failed(self, error: Exception):
+        """Clears away what is half written, and says what is left."""
+        for path in self.folder.glob("*.orbax-checkpoint-tmp*"):
+            shutil.rmtree(path, ignore_errors=True)
+        self._manager.reload()
+        left = f"that of step {self.latest} is whole" if self.latest else "there is none before it"
+        raise OSError(
+            f"a checkpoint of {self._size / 1e6:,.1f} MB could not be saved in `{self.folder}`: "
+            f"{str(error).rsplit(': ', 1)[-1]}; {left}. Make room or choose another folder, then "
+            "resume."
+        ) from error
+
+
+def _struct(x) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
+
+
+def _differences(path: Path, wanted: PyTree) -> list[str]:
+    """What the saved tree has otherwise than `wanted`, in words."""
+    if not path.is_dir():
+        return [f"it holds no `{path.name}`"]
+    handler = ocp.StandardCheckpointHandler()
+    saved = handler.metadata(path).tree[_TREE]  # pyright: ignore[reportArgumentType]
+    has, needs = _types(saved), _types(jax.eval_shape(_plain, wanted))
+    return [
+        f"`{path.name}/{leaf}` is {has.get(leaf, 'missing')} there and "
+        f"{needs.get(leaf, 'missing')} here"
+        for leaf in sorted(has | needs)
+        if has.get(leaf) != needs.get(leaf)
+    ]
+
+
+def _plain(tree: PyTree) -> PyTree:
+    """The tree as it is written: keys of random numbers are their data."""
+    is_key = lambda x: jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+    return jax.tree.map(lambda x: jax.random.key_data(x) if is_key(x) else x, tree)
+
+
+def _types(tree: PyTree) -> dict[str, str]:
+    """The type of each leaf, such as "float32[2,3]", by its path."""
+    return {
+        keystr(path, simple=True, separator="/"): f"{x.dtype}{list(x.shape)}".replace(" ", "")
+        for path, x in jax.tree.leaves_with_path(tree)
+    }
+
+
+def _is_not_of_orbax(record: logging.LogRecord) -> bool:
+    return "/orbax/" not in record.pathname
+
+
+# What goes wrong in orbax's threads is raised here, once; its log would print each frame of it.
+logging.getLogger("absl").addFilter(_is_not_of_orbax)

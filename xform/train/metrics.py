@@ -1,0 +1,124 @@
+"""The numbers of a run: a line of JSON for each step, and a picture that is redrawn as it grows."""
+
+import json
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+
+# A picture takes some tenths of a second; drawing must not be what a run spends its time on.
+_SECONDS_BETWEEN = 30.0
+_LARGEST_SHARE = 0.01
+_POINTS = 1000
+
+
+class Metrics:
+    """`metrics.jsonl` and `curves.png` in a run's folder.
+
+    Use it in a `with` block, at whose end the picture is drawn for the last time.
+
+    Args:
+      folder: The run's folder, which exists.
+      panels: What is drawn, one above the other: names of values, and what to call them.
+      done: Steps that a resumed run goes on from. Lines of later ones are dropped, and a last line
+        that was cut off.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     with Metrics(folder, {"loss": "loss in nats"}) as metrics:
+    ...         metrics.write(1, loss=5.5)
+    ...         metrics.write(2, loss=5.25)
+    ...     print((Path(folder) / "metrics.jsonl").read_text(), end="")
+    {"step": 1, "loss": 5.5}
+    {"step": 2, "loss": 5.25}
+    """
+
+    def __init__(self, folder: Path | str, panels: Mapping[str, str], *, done: int = 0):
+        self.path = Path(folder) / "metrics.jsonl"
+        self.picture = Path(folder) / "curves.png"
+        self._panels = dict(panels)
+        kept = [entry for entry in _entries(self.path) if entry["step"] <= done]
+        self._drawn = [self._point(entry) for entry in kept]
+        text = "".join(json.dumps(entry) + "\n" for entry in kept)
+        replace(self.path, text.encode())
+        # One line, one write: what is killed leaves whole lines, and nothing is left to flush.
+        self._file = self.path.open("ab", buffering=0)
+        self._next = time.monotonic() + _SECONDS_BETWEEN
+
+    def __enter__(self) -> "Metrics":
+        return self
+
+    def __exit__(self, kind, error, traceback) -> None:
+        self._file.close()
+        if error is None:
+            self.draw()
+
+    def write(self, step: int, **values: float | None) -> None:
+        """Adds the values of a step; None where there is none.
+
+        Raises:
+          OSError: The line could not be written, for want of space for example.
+        """
+        entry = {"step": step, **values}
+        line = json.dumps(entry).encode() + b"\n"
+        try:
+            while line:  # a disk that is nearly full takes a part
+                line = line[self._file.write(line) :]
+        except OSError as error:
+            raise OSError(
+                f"the metrics of step {step} could not be written to `{self.path}`: "
+                f"{error.strerror}. Make room, then resume."
+            ) from error
+        self._drawn.append(self._point(entry))
+        if time.monotonic() > self._next:
+            start = time.monotonic()
+            self.draw()
+            end = time.monotonic()
+            self._next = end + max(_SECONDS_BETWEEN, (end - start) / _LARGEST_SHARE)
+
+    def draw(self) -> None:
+        """Draws the picture anew."""
+        from matplotlib.figure import Figure  # without a window, on any machine
+
+        figure = Figure(figsize=(7, 2.5 * len(self._panels)), layout="constrained")
+        columns = np.array(self._drawn, float).reshape(-1, 1 + len(self._panels)).T
+        steps, *curves = (_thinned(x) for x in columns)
+        axes = figure.subplots(len(self._panels), sharex=True, squeeze=False)[:, 0]
+        for ax, curve, name in zip(axes, curves, self._panels.values(), strict=True):
+            ax.plot(steps, curve, linewidth=1)
+            ax.set_ylabel(name)
+            ax.grid(alpha=0.3)
+        axes[-1].set_xlabel("step")
+        part = self.picture.with_suffix(".part")
+        figure.savefig(part, format="png", dpi=120)
+        os.replace(part, self.picture)
+
+    def _point(self, entry: Mapping[str, float | int | None]) -> tuple:
+        return (entry["step"], *(entry[name] for name in self._panels))
+
+
+def replace(path: Path, data: bytes) -> None:
+    """Writes a file so that at any time it has its old contents or its new ones."""
+    part = path.with_name(path.name + ".part")
+    part.write_bytes(data)
+    os.replace(part, path)
+
+
+def _entries(path: Path) -> list[dict]:
+    """The lines of an earlier process, up to one that was cut off."""
+    entries = []
+    for line in path.read_text().splitlines() if path.exists() else []:
+        try:
+            entries.append(json.loads(line))
+        except json.JSONDecodeError:
+            break
+    return entries
+
+
+def _thinned(x: np.ndarray) -> np.ndarray:
+    """Means of neighbours, where there are more points than can be seen."""
+    group = -(-len(x) // _POINTS)
+    whole = len(x) // group * group if group else 0
+    return x[:whole].reshape(-1, group).mean(1) if group > 1 else x
