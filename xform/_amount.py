@@ -112,6 +112,12 @@ def exact(x: int | Fraction) -> int | Fraction:
     return int(x) if isinstance(x, Fraction) and x.denominator == 1 else x
 
 
+def constant(amount: Amount) -> int | Fraction:
+    """An amount without symbols."""
+    assert not isinstance(amount, Polynomial)
+    return amount
+
+
 def ratio(a: Amount, n: int) -> Amount:
     """`a / n`, exactly."""
     return a / n if isinstance(a, Polynomial) else exact(Fraction(a) / n)

@@ -22,7 +22,7 @@ import numpy as np
 from jax.extend.core import Jaxpr, Var, jaxpr_as_fun
 from jax.interpreters import partial_eval as pe
 
-from xform._amount import exact
+from xform._amount import constant, exact
 from xform._cost_rules import RULES, Work
 from xform._program import Node, content
 from xform.jaxpr import walk
@@ -129,7 +129,7 @@ def attention_work(
     pairs = heads * row.length * col.length
     # Each loop once, over partial and over full tiles, is two tiles of each line; no loop is all.
     area = 2 * row.tile * col.tile * lines if loops else row.padded * col.padded
-    per_pair = Fraction(price(program, [1] * loops).matrix, heads * area)
+    per_pair = Fraction(constant(price(program, [1] * loops).matrix), heads * area)
     if loops:
         kinds = mask.tiles(row.tile, col.tile)
         mean = lambda code: exact(Fraction(int(np.sum(kinds == code)), len(kinds) * lines))
@@ -144,8 +144,8 @@ def attention_work(
         full=exact(per_pair * pairs),
         model=exact(per_pair * pairs * share / (2 if causal else 1)),
         exact=None if seen is None else exact(per_pair * heads * seen),
-        tiles=high.matrix,
-        recompute=exact(high.matrix * (1 - share)),
+        tiles=constant(high.matrix),
+        recompute=exact(constant(high.matrix) * (1 - share)),
         causal=causal,
         kind=high.kind or call.spec.dtype.name,
     )
@@ -330,7 +330,7 @@ def _recomputed(call: _Call) -> Fraction:
         depends = any(v in moving for v in eqn.invars if isinstance(v, Var))
         moving.update(eqn.outvars if depends else ())
         if eqn.primitive.name == "contract":
-            flops = RULES["contract"](eqn).matrix
+            flops = constant(RULES["contract"](eqn).matrix)
             again, total = again + flops * (not depends), total + flops
     return Fraction(again, total) if total else Fraction(0)
 

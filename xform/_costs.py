@@ -60,11 +60,13 @@ class Cost:
         return self._map(lambda x: at(x, trips))
 
     def _map(self, f: Callable[[Any], Any]) -> Cost:
-        of = lambda x: {k: f(v) for k, v in x.items()} if isinstance(x, dict) else f(x)
+        def of(x) -> Any:
+            return {k: f(v) for k, v in x.items()} if isinstance(x, dict) else f(x)
+
         return Cost(*(of(getattr(self, name)) for name in _FIELDS))
 
     def _join(self, other: Cost, f: Callable[[Any, Any], Any]) -> Cost:
-        def of(a, b):
+        def of(a, b) -> Any:
             if isinstance(a, dict):
                 return {k: f(a.get(k, 0), b.get(k, 0)) for k in (*a, *(k for k in b if k not in a))}
             return f(a, b)
@@ -164,7 +166,7 @@ class Costs:
         """FLOPs that MFU counts, by kind: products without recompute, causal attention by half."""
         flops = dict(self.total.matrix)
         for kind, again in self.by_phase().get("recompute", NONE).matrix.items():
-            flops[kind] = flops[kind] - again
+            flops[kind] = flops[kind] + again * -1
         for a, n in self.attention:
             flops[a.kind] = flops.get(a.kind, 0) + (a.model - a.tiles) * n
         return flops
@@ -282,7 +284,7 @@ def _size(amount: Amount) -> float:
 def table(costs: Costs, lines: int = 12) -> str:
     """The report as text: the total, what each line costs, attention by convention."""
     total = costs.total
-    rows = [("matrix", "other", "transc.", "bytes", "fused", "sent", "line")]
+    rows: list[tuple[str, ...]] = [("matrix", "other", "transc.", "bytes", "fused", "sent", "line")]
     by_line = list(costs.by_line().items())
     for line, c in [("total", total), *by_line[:lines]]:
         network = sum(c.collective_bytes.values())

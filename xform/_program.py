@@ -191,7 +191,10 @@ def merge(region: Region) -> Region:
     """Computes once what is computed twice, at every depth, as a compiler does."""
     same: dict[Value, Value] = {}
     made: dict[Any, Node] = {}
-    find = lambda v: same.get(v, v)
+
+    def find(v: Value) -> Value:
+        return same.get(v, v)
+
     for node in region.nodes:
         node.ins = [find(v) for v in node.ins]
         for label, inner in node.regions.items():

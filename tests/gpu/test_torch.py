@@ -12,6 +12,9 @@ import pytest
 from tests.oracle import assert_as_right_as
 from tests.primitives import test_torch as small
 
+# PyTorch's own warnings, of what it will change, are no failures of ours.
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
+
 LENGTH = 256
 
 

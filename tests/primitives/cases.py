@@ -139,11 +139,14 @@ def check(case: Case, implementation: str | None, seed: int = 0) -> None:
         run = lambda x, cts: value_and_grads(lambda x: case.attend(x, implementation), x, cts)
         # XLA for CPU, unoptimised, gets the dense program's derivative of a maximum wrong.
         found = (jax.jit if implementation == "reference" else once)(run)(x, cts)
+        # Judged on the CPU, wherever it ran: XLA for GPUs leaves the judge's roundings out.
+        x, cts = jax.device_put((x, cts), jax.local_devices(backend="cpu")[0])
         orders = [np.random.default_rng(i).permutation(len(pairs[0])) for i in range(4)]
         judges = [by_pairs(x, cts, tuple(i[order] for i in pairs)) for order in orders]
     with jax.enable_x64(True):
         widen = lambda a: jnp.asarray(a, jnp.float64)
-        true = jax.tree.map(np.asarray, by_pairs(*jax.tree.map(widen, (x, cts)), pairs))
+        wide = jax.tree.map(widen, (x, cts))
+        true = jax.tree.map(np.asarray, by_pairs(*wide, pairs))
     for name, a, b in zip(*_flat(found, true), strict=True):
         for kind in (np.isnan, np.isposinf, np.isneginf):
             assert np.array_equal(kind(np.asarray(a, np.float64)), kind(b)), f"{name}: {kind}"

@@ -25,8 +25,8 @@ from xform._hlo import (
     total,
 )
 
-# Host time to start one kernel: alone, and as a node of a CUDA graph. Typical values, which a machine
-# may miss by half: published are 2 to 7 µs for a launch, and 0.6 µs for a node. On a CPU, a call.
+# Host time to start one kernel: alone, and as a node of a CUDA graph. Typical values, which a
+# machine may miss by half: published are 2 to 7 µs a launch, 0.6 µs a node. On a CPU, a call.
 LAUNCH_SECONDS = {"gpu": (4e-6, 0.6e-6), "cpu": (0.5e-6, 0.5e-6)}
 
 

@@ -38,7 +38,7 @@ MODS = {
 VARIANTS = [
     *[("causal", size, "bfloat16") for size in (16, 64, 96, 128, 256)],
     *[(name, 128, "bfloat16") for name in MODS if name != "causal"],
-    *[("alibi", 64, "float16"), ("soft cap", 256, "float16")],
+    *[("alibi", 64, "float16"), ("table", 64, "float16"), ("soft cap", 256, "float16")],
 ]
 QUICK = [("causal", 128, "bfloat16"), ("alibi", 128, "bfloat16"), ("causal", 256, "bfloat16")]
 
@@ -67,6 +67,7 @@ print("kernels:", text.count('custom_call_target="mosaic_gpu'), "copies:", text.
     printed = subprocess.check_output(command, cwd=ROOT, env=environment, text=True)
     assert f"kernels: {2 if 'mask_mod' in MODS[mods] else 1}" in printed
     reports = [f.read_text() for f in tmp_path.glob("*.ptxas")]
+    reports = [r for r in reports if "careful" not in r]  # which runs to repair, not to be fast
     spills = [int(n) for r in reports for n in re.findall(r"(\d+) bytes spill stores", r)]
     assert spills
     assert not any(spills)

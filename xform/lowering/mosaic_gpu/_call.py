@@ -18,6 +18,8 @@ from xform.lowering.mosaic_gpu._tuning import Tiles
 from xform.lowering.mosaic_gpu._twins import Hardware, Twin
 
 LOG2E = math.log2(math.e)
+# Elements that one bulk copy moves along a dimension.
+_LONGEST_COPY = 256
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,8 +149,18 @@ class Call:
             lambda i: cols_ref[*unit, row, i],
         )  # fmt: skip
 
+    def pieces(self, pair: str) -> list[tuple[int, int]]:
+        """Start and length of the copies that a vector of one tile takes."""
+        width = self.width(pair)
+        return [(n, min(_LONGEST_COPY, width - n)) for n in range(0, width, _LONGEST_COPY)]
+
+    @property
+    def copies(self) -> int:
+        """How many copies the vectors of one tile take."""
+        return sum(len(self.pieces(self.operands[n].pair)) for n in self.vectors)
+
     def copy_vectors(self, walk: Walk, col, refs, buffers, slot, barrier) -> None:
-        """Starts the copies of what belongs to one tile; each arrives at `barrier` once."""
+        """Starts the copies of what belongs to one tile; each arrives at `barrier`."""
         for n, buffer in zip(self.vectors, buffers, strict=True):
             pair = self.operands[n].pair
             # A band starts at -(S - 1), S rounded up to whole tiles (see `TileProgram.arrays`).
@@ -156,8 +168,10 @@ class Call:
             band = walk.row * self.tiles.rows + (last - col) * self.tiles.kv
             start = col * self.tiles.kv if pair == COL else band
             b, h = lead(refs[n], walk.b, walk.head)
-            source = refs[n].at[b, h, plgpu.ds(start, self.width(pair))]
-            plgpu.copy_gmem_to_smem(source, buffer.at[slot], barrier)
+            for first, length in self.pieces(pair):
+                source = refs[n].at[b, h, plgpu.ds(start + first, length)]
+                target = buffer.at[slot, plgpu.ds(first, length)]
+                plgpu.copy_gmem_to_smem(source, target, barrier)
 
     # -- the user's code ---------------------------------------------------------------------------
 

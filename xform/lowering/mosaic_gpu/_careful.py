@@ -81,7 +81,7 @@ class _Careful:
             "sums": call.mma.accumulators(2, _ROWS, s.v_size),
             "scores": call.mma.accumulators(1, _ROWS, t.kv),
             "q_full": plgpu.Barrier(),
-            "full": plgpu.Barrier(num_arrivals=2 + len(call.vectors)),
+            "full": plgpu.Barrier(num_arrivals=2 + call.copies),
         }
         plgpu.run_scoped(
             lambda scratch: self._rows(refs, scratch), scratch, collective_axes="warpgroup"

@@ -112,7 +112,7 @@ class _Forward:
             "acc": call.mma.accumulators(groups, t.q, s.v_size),
             "scores": call.mma.accumulators(groups, t.q, t.kv),
             "q_full": plgpu.Barrier(num_barriers=groups),
-            "k_full": ring(num_arrivals=1 + len(call.vectors)),
+            "k_full": ring(num_arrivals=1 + call.copies),
             "v_full": ring(),
             "k_free": ring(num_arrivals=groups),
             "v_free": ring(num_arrivals=groups),
