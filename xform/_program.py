@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import jax
@@ -19,9 +18,9 @@ import numpy as np
 from jax.core import Tracer
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
+from xform._lowered import AGAIN, lowered
 from xform.jaxpr._interpret import called
 from xform.jaxpr._walk import UNKNOWN, source_line
-from xform.primitives import cross_entropy, tile_sum
 
 # Larger arrays are not computed for the sake of a report.
 _LARGE = 2**24
@@ -79,7 +78,8 @@ class Place:
     Attributes:
       parents: the enclosing equations, outermost first.
       scope: the enclosing name scopes.
-      phase: "forward", "backward" or "recompute" (JAX names it on the outermost equation).
+      phase: "forward", "backward" or "recompute" (JAX names it on the outermost equation), or
+        "again" for what is certain to be computed a second time.
       axes: sizes of the mesh axes in sight.
       remat: whether the body is that of a remat that runs again for the backward pass.
     """
@@ -101,6 +101,8 @@ class Place:
                 phase = "backward" if part.name == "transpose" else phase
             elif part.name == "rematted_computation":
                 phase = "recompute"
+            elif part.name == AGAIN:
+                phase = "again"
             elif part.name != "checkpoint":
                 scope = (*scope, part.name)
         return scope, phase
@@ -275,20 +277,13 @@ def _inline(jaxpr: Jaxpr, inputs: Sequence[Value], place: Place, nodes: list[Nod
 
 def called_body(eqn: JaxprEqn) -> Jaxpr | None:
     """The program that an equation merely calls, or that its primitive is lowered to."""
-    if (impl := _LOWERINGS.get(eqn.primitive.name)) is not None:
-        platform = "cpu" if jax.default_backend() == "cpu" else "default"
-        run = partial(impl, platform=platform, auto=False, **eqn.params)
-        return jax.make_jaxpr(run)(
-            *(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.invars)
-        )
+    if (body := lowered(eqn)) is not None:
+        return body
     key = {"custom_partitioning": "call", "composite": "jaxpr"}.get(eqn.primitive.name)
     if key is not None:
         return eqn.params[key]
     return called(eqn) if len(eqn.params) else None
 
-
-# Primitives whose lowering is a program like any other.
-_LOWERINGS = {"linear_cross_entropy": cross_entropy._impl, "loss_sum": tile_sum._loss_impl}
 
 # The bodies that each structural primitive runs, by label.
 _BODIES = {

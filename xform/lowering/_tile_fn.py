@@ -262,6 +262,17 @@ def tile_aval(kind: Kind, at: At, shape: tuple[int, ...], dtype):
     return struct((*(rows if kind == ROW else at.k.shape), *shape))
 
 
+def primal(fn: TileFn) -> list[bool]:
+    """Which operands of a term are the forward pass's own, and no tangents or cotangents."""
+    match fn:
+        case Jvp(inner, nonzero):
+            return primal(inner) + [False] * sum(nonzero)
+        case Transpose(inner, linear, _):
+            kept = [p for p, gone in zip(primal(inner), linear, strict=True) if not gone]
+            return kept + [False] * len(inner.results)
+    return [True] * len(fn.operands)
+
+
 def merge(where: tuple[bool, ...], yes, no) -> list:
     """`yes` in the places where `where` holds, `no` in the others."""
     yes, no = iter(yes), iter(no)
