@@ -25,7 +25,8 @@ def lowered(eqn: JaxprEqn) -> Jaxpr | None:
     if (impl := _LOWERINGS.get(eqn.primitive.name)) is None:
         return None
     platform = "cpu" if jax.default_backend() == "cpu" else "default"
-    avals = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.invars]
+    struct = lambda aval: jax.ShapeDtypeStruct(aval.shape, aval.dtype)
+    avals = [struct(v.aval) for v in eqn.invars]
     run = partial(impl, platform=platform, auto=False, **eqn.params)
     program = jax.make_jaxpr(run)(*avals)
     if (fn := eqn.params.get("fn")) is None:
