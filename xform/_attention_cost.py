@@ -30,6 +30,7 @@ from xform.lowering import blockwise
 from xform.lowering._spec import EMPTY, FULL, PARTIAL, At, Spec
 from xform.lowering._tile_fn import COL, ROW, Attend, TileFn, primal, tile_aval
 from xform.primitives import attention, tile_sum
+from xform.primitives._choose import Device
 from xform.primitives._intervals import unknown
 from xform.primitives.block_map import block_map
 
@@ -166,12 +167,11 @@ def attention_program(node: Node) -> Jaxpr:
 def _program(primitive, params: tuple, avals: tuple) -> Jaxpr:
     """The program of the lowering."""
     module = attention if primitive is attention.flex_attention_p else tile_sum
-    given = dict(params)
-    outs = module._layouts(*avals, **given).results
-    if "implementation" in given:
-        given["implementation"] = "blockwise"
-    given |= dict(origin=(0, 0), outs=outs, device=None)
-    return jax.make_jaxpr(functools.partial(module._impl, **given))(*avals)
+    call = dict(params)
+    call |= {"outs": module._layouts(*avals, **call).results}
+    call |= {"implementation": "blockwise"} if "implementation" in call else {}
+    impl = functools.partial(module._impl, **call, origin=(0, 0), device=Device("cpu"))
+    return jax.make_jaxpr(impl)(*avals)
 
 
 def _loops(program: Jaxpr) -> int:
