@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from xform import causal, documents, flex_attention
+from xform import causal, documents, flex_attention, linear_cross_entropy
 from xform.train.data import NO_LABEL
 
 
@@ -92,7 +92,12 @@ def init(config: Config, key: jax.Array) -> dict:
 
 
 def logits(params: dict, tokens_BT, ids_BT, config: Config, *, tp: str | None = None):
-    """Returns the logits [B, T, C] of the token that follows each position.
+    """Returns the logits [B, T, C] of the token that follows each position; see `stream`."""
+    return stream(params, tokens_BT, ids_BT, config, tp=tp) @ params["unembed"]
+
+
+def stream(params: dict, tokens_BT, ids_BT, config: Config, *, tp: str | None = None):
+    """Returns what the model makes of each position, [B, T, M], for `unembed` to turn into logits.
 
     Args:
       params: Parameters as `init` makes them, or this device's part of them.
@@ -109,7 +114,7 @@ def logits(params: dict, tokens_BT, ids_BT, config: Config, *, tp: str | None = 
         return layer(x_BTM, p, mask, rotation, config, tp)
 
     x_BTM, _ = jax.lax.scan(step, params["embed"][tokens_BT], params["layers"])
-    return rms_norm(x_BTM, params["norm"]) @ params["unembed"]
+    return rms_norm(x_BTM, params["norm"])
 
 
 def layer(x_BTM, p: dict, mask, rotation, config: Config, tp: str | None = None, cache=None):
@@ -180,11 +185,9 @@ def loss(params: dict, rows, config: Config, *, tp: str | None = None):
     A sum and a count, not a mean: devices that hold different numbers of labels add up theirs, and
     the quotient is then exactly what one device would find.
     """
-    log_p_BTC = jax.nn.log_softmax(logits(params, rows.tokens, rows.ids, config, tp=tp))
-    labelled_BT = rows.labels != NO_LABEL
-    labels_BT1 = jnp.where(labelled_BT, rows.labels, 0)[..., None]
-    chosen_BT = jnp.take_along_axis(log_p_BTC, labels_BT1, axis=-1)[..., 0]
-    return -jnp.sum(chosen_BT, where=labelled_BT), jnp.sum(labelled_BT)
+    x_BTM = stream(params, rows.tokens, rows.ids, config, tp=tp)
+    loss_BT, _ = linear_cross_entropy(x_BTM, params["unembed"], rows.labels, ignore_label=NO_LABEL)
+    return jnp.sum(loss_BT), jnp.sum(rows.labels != NO_LABEL)
 
 
 def flops_per_token(config: Config, T: int) -> int:

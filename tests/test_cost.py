@@ -13,9 +13,10 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import llama
-from xform import Work, causal, cost, cost_rule, documents, flex_attention
+from xform import Work, causal, cost, cost_rule, documents, flex_attention, linear_cross_entropy
 from xform._cost_rules import RULES
 from xform.jaxpr import trace, walk
+from xform.lowering._loss_fn import Chunks
 from xform.train import Rows
 
 S = jax.ShapeDtypeStruct
@@ -493,6 +494,28 @@ def test_causal_attention_can_not_pass_the_peak_by_its_formula():
     assert a.exact is not None
     assert a.model < a.exact < a.tiles < 1.05 * a.model
     assert a.full == 2 * a.model
+
+
+# ---- linear cross entropy
+# -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("chunks", [None, Chunks((24, 100), (40, 30))], ids=["one", "uneven"])
+def test_linear_cross_entropy_makes_logits_again_for_the_weights_alone(chunks):
+    tokens, width, entries = 64, 16, 256
+    args = f32(tokens, width), f32(width, entries), S((tokens,), jnp.int32)
+    loss = lambda h, w, labels: linear_cross_entropy(h, w, labels, chunks=chunks)[0].sum()
+    product = 2 * tokens * width * entries
+    for f, products, again in (
+        (loss, 1, 0),
+        (jax.grad(loss, 0), 2, 0),
+        (jax.grad(loss, 1), 3, 1),
+        (jax.value_and_grad(loss, (0, 1)), 4, 1),
+    ):
+        costs = cost(f)(*args)
+        assert costs.matrix_flops == products * product
+        assert costs.recompute.matrix_flops == again * product
+        assert costs.model_flops == (products - again) * product
 
 
 # ---- models

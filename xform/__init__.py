@@ -21,6 +21,7 @@ from xform._roofline import roofline as roofline
 from xform.primitives.attention import Aux as Aux
 from xform.primitives.attention import flex_attention as flex_attention
 from xform.primitives.attention import which as which
+from xform.primitives.cross_entropy import linear_cross_entropy as linear_cross_entropy
 from xform.primitives.masks import Mask as Mask
 from xform.primitives.masks import causal as causal
 from xform.primitives.masks import documents as documents

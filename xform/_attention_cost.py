@@ -28,7 +28,7 @@ from xform._program import Node, content
 from xform.jaxpr import walk
 from xform.lowering import blockwise
 from xform.lowering._spec import EMPTY, FULL, PARTIAL, At, Spec
-from xform.lowering._tile_fn import COL, ROW, Attend, Jvp, TileFn, Transpose, tile_aval
+from xform.lowering._tile_fn import COL, ROW, Attend, TileFn, primal, tile_aval
 from xform.primitives import attention, tile_sum
 from xform.primitives._choose import Device
 from xform.primitives._intervals import unknown
@@ -320,7 +320,7 @@ def _recomputed(call: _Call) -> Fraction:
     jaxpr = jax.make_jaxpr(run)(tiles, context)
     jaxpr, _ = pe.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)
     given = jax.tree.leaves(
-        [jax.tree.map(lambda _, p=p: p, t) for t, p in zip(tiles, _primal(call.fn), strict=True)]
+        [jax.tree.map(lambda _, p=p: p, t) for t, p in zip(tiles, primal(call.fn), strict=True)]
     )
     moving = {
         v for v, p in zip(jaxpr.invars, [*given, *[True] * len(context)], strict=True) if not p
@@ -333,14 +333,3 @@ def _recomputed(call: _Call) -> Fraction:
             flops = constant(RULES["contract"](eqn).matrix)
             again, total = again + flops * (not depends), total + flops
     return Fraction(again, total) if total else Fraction(0)
-
-
-def _primal(fn: TileFn) -> list[bool]:
-    """Which operands of a term are the forward pass's own."""
-    match fn:
-        case Jvp(inner, nonzero):
-            return _primal(inner) + [False] * sum(nonzero)
-        case Transpose(inner, linear, _):
-            kept = [p for p, gone in zip(_primal(inner), linear, strict=True) if not gone]
-            return kept + [False] * len(inner.results)
-    return [True] * len(fn.operands)

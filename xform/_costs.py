@@ -237,7 +237,7 @@ def _phases(rows: Sequence[Row]) -> list[str]:
     program, the same primitive, the same result.
     """
     phases = [row.node.phase for row in rows]
-    if "recompute" not in phases:
+    if "recompute" not in phases and "again" not in phases:
         return phases
 
     def key(row: Row) -> tuple:
@@ -246,9 +246,11 @@ def _phases(rows: Sequence[Row]) -> list[str]:
 
     forward = {key(row) for row, phase in zip(rows, phases, strict=True) if phase == "forward"}
     return [
-        "backward" if phase == "recompute" and key(row) not in forward else phase
+        "recompute" if phase == "again"
+        else "backward" if phase == "recompute" and key(row) not in forward
+        else phase
         for row, phase in zip(rows, phases, strict=True)
-    ]
+    ]  # fmt: skip
 
 
 def add_up(rows: Iterable[Row], *, per_device: bool = False) -> Cost:

@@ -18,6 +18,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
+from xform._lowered import AGAIN, lowered
 from xform.jaxpr._interpret import called
 from xform.jaxpr._walk import UNKNOWN, source_line
 
@@ -77,7 +78,8 @@ class Place:
     Attributes:
       parents: the enclosing equations, outermost first.
       scope: the enclosing name scopes.
-      phase: "forward", "backward" or "recompute" (JAX names it on the outermost equation).
+      phase: "forward", "backward" or "recompute" (JAX names it on the outermost equation), or
+        "again" for what is certain to be computed a second time.
       axes: sizes of the mesh axes in sight.
       remat: whether the body is that of a remat that runs again for the backward pass.
     """
@@ -99,6 +101,8 @@ class Place:
                 phase = "backward" if part.name == "transpose" else phase
             elif part.name == "rematted_computation":
                 phase = "recompute"
+            elif part.name == AGAIN:
+                phase = "again"
             elif part.name != "checkpoint":
                 scope = (*scope, part.name)
         return scope, phase
@@ -272,7 +276,9 @@ def _inline(jaxpr: Jaxpr, inputs: Sequence[Value], place: Place, nodes: list[Nod
 
 
 def called_body(eqn: JaxprEqn) -> Jaxpr | None:
-    """The program that an equation merely calls."""
+    """The program that an equation merely calls, or that its primitive is lowered to."""
+    if (body := lowered(eqn)) is not None:
+        return body
     key = {"custom_partitioning": "call", "composite": "jaxpr"}.get(eqn.primitive.name)
     if key is not None:
         return eqn.params[key]

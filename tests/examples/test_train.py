@@ -51,7 +51,7 @@ def one_device() -> np.ndarray:
 
 def test_it_learns(one_device):
     assert one_device[0] == pytest.approx(np.log(256), abs=0.5)
-    assert one_device[-1] < 3.2
+    assert one_device[-5:].mean() < 3.2  # batches differ
 
 
 @pytest.mark.parametrize("layout", [(8, 1), (4, 2), (2, 4)], ids="dp{0[0]}×tp{0[1]}".format)

@@ -161,6 +161,10 @@ class Spec:
         """The dtype of scores, statistics and accumulators: float32, float64 for float64."""
         return jnp.promote_types(self.dtype, jnp.float32)
 
+    def tail(self, kind, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The dimensions of a whole operand but `B T H` of rows, `B S K` of columns."""
+        return shape[3:] if isinstance(kind, str) else shape
+
     def visible(self, at: At):
         """The mask over a tile, `[g or 1, q, k]`."""
         program = jaxpr_as_fun(self.mask)

@@ -4,7 +4,8 @@ A tile sum is `sum_j f(row_i, col_j, shared)` (DESIGN section 4). Its derivative
 f's derivative and its transpose a tile sum of f's transpose, so the functions of all orders are
 terms
 
-    f ::= Attend(spec) | Peak(spec) | Jvp(f, nonzero) | Transpose(f, linear, shapes)
+    f ::= Attend(spec) | Peak(spec) | CrossEntropy(spec) | RowGradients(f)
+        | Jvp(f, nonzero) | Transpose(f, linear, shapes)
 
 that compare by value. First-order reverse mode is `Transpose(Jvp(Attend))`: by hand one would write
 five matrix products, `s = q k^T`, `dv = p^T do`, `dp = do v^T`, `dq = ds k` and `dk = ds^T q` with
@@ -20,7 +21,7 @@ from __future__ import annotations
 
 import dataclasses
 from functools import partial
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -37,10 +38,14 @@ type Kind = str | tuple[Read, ...]
 
 @runtime_checkable
 class TileFn(Protocol):
-    """A function of tiles: `fn(at, *tiles) -> list of tiles`."""
+    """A function of tiles: `fn(at, *tiles) -> list of tiles`.
+
+    Its `spec` is what the primitive hands to its lowering (`Spec` for attention, `LossSpec` for
+    cross entropy); of all specs, terms use `wide`, the dtype of tiles, and `tail`.
+    """
 
     @property
-    def spec(self) -> Spec: ...
+    def spec(self) -> Any: ...
     @property
     def operands(self) -> tuple[Kind, ...]: ...
     @property
@@ -148,6 +153,12 @@ def base(top):
     return jnp.where(jnp.isneginf(top), 0, top)
 
 
+def log_sum(top, total):
+    """`top + log(total)`, and minus infinity, with no gradient, for a sum over nothing."""
+    empty = total == 0
+    return jnp.where(empty, -jnp.inf, top + jnp.log(jnp.where(empty, 1, total)))
+
+
 @dataclasses.dataclass(frozen=True)
 class Peak:
     """`(q, top, argmax, k, *captures) -> (M, N)`: a row's largest scores, their sum and number.
@@ -183,7 +194,7 @@ class Jvp:
     nonzero: tuple[bool, ...]
 
     @property
-    def spec(self) -> Spec:
+    def spec(self) -> Any:
         return self.fn.spec
 
     @property
@@ -219,7 +230,7 @@ class Transpose:
     shapes: tuple[tuple[int, ...], ...]
 
     @property
-    def spec(self) -> Spec:
+    def spec(self) -> Any:
         return self.fn.spec
 
     @property
@@ -249,6 +260,17 @@ def tile_aval(kind: Kind, at: At, shape: tuple[int, ...], dtype):
         return tuple(struct(read.tile_shape(at)) for read in kind)
     rows = (at.h.shape[0], at.q.shape[0])
     return struct((*(rows if kind == ROW else at.k.shape), *shape))
+
+
+def primal(fn: TileFn) -> list[bool]:
+    """Which operands of a term are the forward pass's own, and no tangents or cotangents."""
+    match fn:
+        case Jvp(inner, nonzero):
+            return primal(inner) + [False] * sum(nonzero)
+        case Transpose(inner, linear, _):
+            kept = [p for p, gone in zip(primal(inner), linear, strict=True) if not gone]
+            return kept + [False] * len(inner.results)
+    return [True] * len(fn.operands)
 
 
 def merge(where: tuple[bool, ...], yes, no) -> list:

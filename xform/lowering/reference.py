@@ -1,4 +1,4 @@
-"""Attention written down densely: the oracle that every lowering is held to.
+"""Attention and cross entropy written down densely: the oracle that every lowering is held to.
 
 Nothing is shared with the other lowerings: mods are called through `jax.vmap` on whole index
 arrays, scores are T x S, derivatives are JAX's own. It runs in float64 where the inputs are, and
@@ -82,3 +82,25 @@ def everywhere(mod, b, h, t, s, *scores):
         axes = [0 if d == dim else None for d in range(4)]
         mod = jax.vmap(mod, in_axes=(*(0 for _ in scores), *axes))
     return mod(*scores, *(jnp.arange(n, dtype=jnp.int32) for n in (b, h, t, s)))
+
+
+def cross_entropy(
+    hidden, weight, labels, bias=None, *, vocab_dim, softcap, label_smoothing, z_loss, ignore_label
+):
+    """Loss and log-sum-exp of each token, as of `linear_cross_entropy`, from all logits."""
+    wide = jnp.promote_types(hidden.dtype, jnp.float32)
+    weight = (weight if vocab_dim == 1 else weight.T).astype(wide)
+    ignored = labels == ignore_label
+    hidden = jnp.where(ignored[..., None], 0, hidden).astype(wide)
+    logits = jnp.matmul(hidden, weight, precision="highest")
+    if bias is not None:
+        logits = logits + jnp.expand_dims(bias.astype(wide), tuple(range(labels.ndim)))
+    if softcap is not None:
+        logits = softcap * jnp.tanh(logits / softcap)
+    lse = jax.nn.logsumexp(logits, -1)
+    entries = logits.shape[-1]
+    found = (labels >= 0) & (labels < entries)
+    uniform = label_smoothing / entries if entries else 0
+    target = (1 - label_smoothing) * jax.nn.one_hot(labels, entries, dtype=wide) + uniform
+    loss = jnp.where(found, lse, jnp.nan) - (target * logits).sum(-1) + z_loss * lse**2
+    return jnp.where(ignored, 0, loss), jnp.where(ignored, 0, lse)

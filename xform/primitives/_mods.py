@@ -381,7 +381,9 @@ _UNFUSABLE = {
         "all_gather", "all_gather_invariant", "all_gather_reduced", "all_to_all", "pgather", "pmax",
         "pmin", "ppermute", "psum", "psum_invariant", "ragged_all_to_all", "reduce_scatter",
     ),
-    "is a kernel itself": ("ffi_call", "flex_attention", "pallas_call", "tile_sum"),
+    "is a kernel itself": (
+        "ffi_call", "flex_attention", "linear_cross_entropy", "loss_sum", "pallas_call", "tile_sum",
+    ),
 }  # fmt: skip
 _WHY_UNFUSABLE = {name: why for why, names in _UNFUSABLE.items() for name in names}
 

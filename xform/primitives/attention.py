@@ -30,7 +30,7 @@ from jaxtyping import Array, Float
 from xform.lowering import blockwise, mosaic_gpu, reference
 from xform.lowering._dropout import threefry
 from xform.lowering._spec import Spec
-from xform.lowering._tile_fn import COL, ROW, Attend, Jvp, Peak, base
+from xform.lowering._tile_fn import COL, ROW, Attend, Jvp, Peak, base, log_sum
 from xform.primitives._choose import IMPLEMENTATIONS, Choice, Device, choose
 from xform.primitives._mods import take_apart
 from xform.primitives._rules import add_hidden_dim, broadcast_like, hidden_sizes, join_axes
@@ -167,7 +167,7 @@ def _attend(
         *join_axes((q, k, v, *captures, *context)),
         spec=spec, hidden=0, dtype=spec.dtype, peak=peak, implementation=implementation,
     )  # fmt: skip
-    return out, _log_sum(top, total), *maximum[:1]
+    return out, log_sum(top, total), *maximum[:1]
 
 
 def _traced(q, score_mod, mask_mod, scale, dropout_rate):
@@ -236,13 +236,7 @@ def _with_sinks(out, lse, sinks):
     keys = jnp.exp(lse - top)
     total = keys + jnp.exp(sinks - top)
     out = (out * (keys * blockwise.inverse(total))[..., None]).astype(out.dtype)
-    return out, _log_sum(top, total)
-
-
-def _log_sum(top, total):
-    """`top + log(total)`, and minus infinity, with no gradient, for a sum over nothing."""
-    empty = total == 0
-    return jnp.where(empty, -jnp.inf, top + jnp.log(jnp.where(empty, 1, total)))
+    return out, log_sum(top, total)
 
 
 flex_attention_p = Primitive("flex_attention")

@@ -1,4 +1,4 @@
-"""`tile_sum_p`: sums over tiles, closed under every order of derivative.
+"""`tile_sum_p`, `loss_sum_p`: sums over tiles, closed under every order of derivative.
 
 A tile sum evaluates `sum_j f(row_i, col_j, shared)` for all rows i, and the sums over i that
 belong to columns, and the sums over both that belong to shared arrays, without ever holding more
@@ -9,6 +9,10 @@ and all their compositions, at fused memory.
 
 The functions are terms of `xform.lowering._tile_fn`; `hidden` counts the leading dimensions that
 vmap has added, in which every operand has its full size or 1.
+
+How arrays are laid out, how a mesh may split them and which lowering walks them is the business of
+the function's spec. So there are two primitives, `tile_sum_p` for attention and `loss_sum_p` for
+linear cross entropy, whose derivatives are the same.
 """
 
 from __future__ import annotations
@@ -21,13 +25,12 @@ import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching
 
-from xform.lowering import blockwise
+from xform.lowering import blockwise, chunked
+from xform.lowering._loss_fn import LossSpec
+from xform.lowering._spec import Spec
 from xform.lowering._tile_fn import COL, ROW, Jvp, TileFn, Transpose, merge
-from xform.primitives._rules import (
-    add_hidden_dim,
-    hidden_sizes,
-    join_axes,
-)
+from xform.primitives._auto import local_rows, register
+from xform.primitives._rules import add_hidden_dim, hidden_sizes, join_axes
 from xform.primitives._split import Layout, Layouts, splittable
 from xform.primitives.block_map import block_map
 
@@ -39,8 +42,9 @@ def tile_sum(
 
     Args:
       fn: the function of tiles.
-      operands: one array per operand of `fn`: rows `[*hidden,B,T,H,...]`, columns
-        `[*hidden,B,S,K,...]`, captured arrays `[*hidden,...]`.
+      operands: one array per operand of `fn`. Of attention: rows `[*hidden,B,T,H,...]`, columns
+        `[*hidden,B,S,K,...]`, captured arrays `[*hidden,...]`. Of cross entropy: rows
+        `[*hidden,*tokens,...]`, columns `[*hidden,V]`, `[*hidden,D,V]` or `[*hidden,V,D]`.
       context: arrays that masks and indices read, `[*hidden,...]`; they get no derivative.
       hidden: number of hidden dimensions.
       outs: shape and dtype of each result.
@@ -50,11 +54,14 @@ def tile_sum(
     """
     outs = tuple((tuple(o.shape), jnp.dtype(o.dtype)) for o in outs)
     args = join_axes((*operands, *context))
-    return tile_sum_p.bind(*args, fn=fn, hidden=hidden, outs=outs)
+    return _PRIMITIVES[type(fn.spec)].bind(*args, fn=fn, hidden=hidden, outs=outs)
 
 
 tile_sum_p = Primitive("tile_sum")
-tile_sum_p.multiple_results = True
+loss_sum_p = Primitive("loss_sum")
+tile_sum_p.multiple_results = loss_sum_p.multiple_results = True
+
+_PRIMITIVES = {Spec: tile_sum_p, LossSpec: loss_sum_p}
 
 
 def _split(args: Sequence, fn: TileFn) -> tuple[Sequence, Sequence]:
@@ -81,6 +88,20 @@ def _impl(*args, origin, outs, device, fn, hidden):
     return blockwise.tile_sum(fn, block_map, hidden, outs, operands, context, origin=origin)
 
 
+def _loss_impl(*args, fn, hidden, outs, platform, auto):
+    """The tile sums of linear cross entropy, by tokens where the partitioner splits them."""
+
+    def whole(*args):
+        return chunked.tile_sum(fn, hidden, _structs(outs), *_split(args, fn), platform)
+
+    if not (auto and fn.spec.token_dims):
+        return whole(*args)
+    tokens, shared = range(hidden, hidden + fn.spec.token_dims), range(0)
+    rows = lambda kinds: [tokens if kind == ROW else shared for kind in kinds]
+    ins, results = rows((*fn.operands, ROW)), rows(fn.results)
+    return local_rows(whole, ins, results)(*args)
+
+
 def _jvp(primals, tangents, *, fn, hidden, outs):
     operands, context = _split(primals, fn)
     tangents, _ = _split(tangents, fn)
@@ -97,9 +118,7 @@ def _transpose(cts, *args, fn, hidden, outs):
     known = [x for x, z in zip(operands, linear, strict=True) if not z]
     cts = [ad.instantiate_zeros(ct) for ct in cts]
     kinds = [k for k, z in zip(fn.operands, linear, strict=True) if z]
-    shapes = tuple(
-        a.shape[hidden + 3 * (k in (ROW, COL)) :] for a, k in zip(avals, kinds, strict=True)
-    )
+    shapes = tuple(fn.spec.tail(k, a.shape[hidden:]) for a, k in zip(avals, kinds, strict=True))
     fn = Transpose(fn, linear, shapes)
     grads = tile_sum(fn, [*known, *cts], context, hidden=hidden, outs=avals)
     return [*merge(linear, grads, [None] * len(known)), *(None for _ in context)]
@@ -108,7 +127,7 @@ def _transpose(cts, *args, fn, hidden, outs):
 def _batch(args, dims, *, fn, hidden, outs):
     args, size = add_hidden_dim(args, dims)
     outs = tuple(((size, *shape), dtype) for shape, dtype in outs)
-    results = tile_sum_p.bind(*args, fn=fn, hidden=hidden + 1, outs=outs)
+    results = _PRIMITIVES[type(fn.spec)].bind(*args, fn=fn, hidden=hidden + 1, outs=outs)
     return results, [0] * len(results)
 
 
@@ -117,6 +136,8 @@ def _structs(outs):
 
 
 splittable(tile_sum_p, _layouts, _impl)
-ad.primitive_jvps[tile_sum_p] = _jvp
-ad.primitive_transposes[tile_sum_p] = _transpose
-batching.primitive_batchers[tile_sum_p] = _batch
+register(loss_sum_p, lambda *_, outs, **params: _structs(outs), _loss_impl)
+for primitive in _PRIMITIVES.values():
+    ad.primitive_jvps[primitive] = _jvp
+    ad.primitive_transposes[primitive] = _transpose
+    batching.primitive_batchers[primitive] = _batch

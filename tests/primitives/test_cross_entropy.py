@@ -1,0 +1,290 @@
+"""Linear cross entropy: its values and gradients, by the dense oracle; what it refuses."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.oracle import assert_as_right_as, in_float64
+from xform import linear_cross_entropy
+from xform._hlo import compile_for
+from xform.jaxpr import trace, walk
+from xform.lowering._loss_fn import Chunks
+
+SMALL = Chunks(by_token=(16, 128), by_entry=(24, 128))
+"""Several chunks each way, none of which divides the sizes below."""
+T, D, V = 43, 13, 301
+
+OPTIONS = {
+    "plain": {},
+    "softcap": {"softcap": 2.0},
+    "smoothing": {"label_smoothing": 0.2},
+    "z-loss": {"z_loss": 0.01},
+    "everything": {"softcap": 2.0, "label_smoothing": 0.2, "z_loss": 0.01, "vocab_dim": 0},
+}
+
+
+def once(f, *args):
+    """Runs a program once: XLA's optimiser would take longer than the program."""
+    return jax.jit(f, compiler_options={"xla_backend_optimization_level": 0})(*args)
+
+
+def problem(t=T, d=D, v=V, dtype="float64", vocab_dim=1, seed=0):
+    """Hidden states, weights, a bias, and cotangents of both results; labels, of which some not."""
+    rng = np.random.default_rng(seed)
+    normal = lambda *shape: jnp.asarray(rng.normal(size=shape), dtype)
+    weight = normal(d, v) if vocab_dim == 1 else normal(v, d)
+    cts = jnp.asarray(rng.normal(size=(2, t)), jnp.promote_types(dtype, jnp.float32))
+    labels = jnp.asarray(rng.integers(v, size=t) if v else np.full(t, -1), jnp.int32)
+    return (normal(t, d), weight, normal(v)), labels.at[::5].set(-1), cts
+
+
+def loss(x, labels, cts, implementation=None, chunks=SMALL, **options):
+    """A scalar in which every token's loss and log-sum-exp count differently; and both."""
+    hidden, weight, bias = x
+    both = linear_cross_entropy(
+        hidden, weight, labels, bias=bias, implementation=implementation, chunks=chunks, **options
+    )
+    return sum(jnp.vdot(ct, y) for ct, y in zip(cts, both, strict=True)), both
+
+
+def plain(x, labels, cts, *, softcap=None, label_smoothing=0.0, z_loss=0.0, vocab_dim=1):
+    """As one would write it: logits in the dtype of the weights, the rest in float32."""
+    hidden, weight, bias = x
+    equation = "td,dv->tv" if vocab_dim == 1 else "td,vd->tv"
+    wide = jnp.promote_types(hidden.dtype, jnp.float32)
+    logits = jnp.einsum(equation, hidden, weight, precision="highest").astype(wide) + bias[None]
+    logits = logits if softcap is None else softcap * jnp.tanh(logits / softcap)
+    log_p, lse = jax.nn.log_softmax(logits), jax.nn.logsumexp(logits, -1)
+    chosen = jnp.take_along_axis(log_p, jnp.maximum(labels, 0)[:, None], -1)[:, 0]
+    each = -(1 - label_smoothing) * chosen - label_smoothing * log_p.mean(-1) + z_loss * lse**2
+    both = [jnp.where(labels == -1, 0, y) for y in (each, lse)]
+    return sum(jnp.vdot(ct, y) for ct, y in zip(cts, both, strict=True)), tuple(both)
+
+
+def close(found, true, rtol=1e-11):
+    for (path, x), y in zip(jax.tree.leaves_with_path(found), jax.tree.leaves(true), strict=True):
+        name = jax.tree_util.keystr(path)
+        assert np.abs(y).max() > 1e-8, f"{name} is zero, and tests nothing"
+        np.testing.assert_allclose(x, y, rtol=rtol, atol=rtol * np.abs(y).max(), err_msg=name)
+
+
+# ---- Values and gradients ------------------------------------------------------------------------
+
+
+def some_slow(quick, names):
+    """Parameters of which all but the `quick` are slow: each takes seconds of compilation."""
+    return [n if n in quick else pytest.param(n, marks=pytest.mark.slow) for n in names]
+
+
+@pytest.mark.parametrize("name", some_slow(("plain", "smoothing", "everything"), OPTIONS))
+def test_float64_is_exact(name):
+    with jax.enable_x64(True):
+        x, labels, cts = problem(vocab_dim=OPTIONS[name].get("vocab_dim", 1))
+        of = lambda f: jax.value_and_grad(partial(f, **OPTIONS[name]), has_aux=True)
+        found, true = once(lambda *a: [of(f)(*a) for f in (loss, plain)], x, labels, cts)
+        close(found, true)
+
+
+@pytest.mark.parametrize("dtype", some_slow(("bfloat16",), ["float32", "bfloat16", "float16"]))
+@pytest.mark.parametrize("name", ["plain", "everything"])
+def test_narrow_types_are_as_right_as_a_plain_program(name, dtype):
+    options = OPTIONS[name]
+    x, labels, cts = problem(dtype=dtype, vocab_dim=options.get("vocab_dim", 1))
+    of = lambda f: jax.value_and_grad(partial(f, **options), has_aux=True)
+    found, judge = once(lambda *a: [of(f)(*a) for f in (loss, plain)], x, labels, cts)
+    truth = in_float64(of(plain), x, labels, cts)
+    (_, both), grads = found
+    assert [y.dtype for y in both] == [jnp.float32] * 2
+    assert [g.dtype for g in grads] == [dtype] * 3
+    assert_as_right_as((both, grads), (judge[0][1], judge[1]), (truth[0][1], truth[1]))
+
+
+@pytest.mark.parametrize("dtype", some_slow(("float32",), ["float32", "bfloat16"]))
+def test_a_model_that_is_sure_keeps_exact_gradients(dtype):
+    """Where the label has nearly all of the probability, `p - 1` and `lse - x` would cancel."""
+    (hidden, _, bias), labels, cts = problem(v=D, dtype=dtype)
+    labels = jnp.maximum(labels, 0)
+    hidden = (12 * jax.nn.one_hot(labels, D) + 0.1 * hidden).astype(dtype)
+    x = hidden, jnp.eye(D, dtype=dtype), bias
+    of = lambda f: jax.value_and_grad(f, has_aux=True)
+    found, judge = once(lambda *a: [of(f)(*a) for f in (loss, plain)], x, labels, cts)
+    truth = in_float64(of(plain), x, labels, cts)
+    assert np.median(truth[0][1][0]) < 1e-3
+    assert_as_right_as((found[0][1], found[1]), (judge[0][1], judge[1]), (truth[0][1], truth[1]))
+    tiny = in_float64(of(plain), (hidden * 2, *x[1:]), labels, cts)[0][1][0]
+    twice = once(loss, (hidden * 2, *x[1:]), labels, cts)[1][0]
+    assert np.median(tiny) < 1e-8, "below float32's rounding of the log-sum-exp"
+    np.testing.assert_allclose(twice, tiny, rtol=1e-4)
+
+
+def test_a_second_run_gives_the_same_bits_and_compiles_nothing():
+    x, labels, cts = problem(dtype="bfloat16")
+    run = jax.jit(jax.value_and_grad(loss, has_aux=True))
+    first, misses = run(x, labels, cts), []
+
+    def listen(event: str, duration_secs: float, **_):
+        misses.extend([event] * ("backend_compile" in event))
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    second = run(x, labels, cts)
+    jax.monitoring.unregister_event_duration_listener(listen)
+    assert not misses
+    jax.tree.map(np.testing.assert_array_equal, first, second)
+
+
+def test_every_chunking_gives_one_answer():
+    with jax.enable_x64(True):
+        x, labels, cts = problem()
+        of = lambda chunks: jax.grad(partial(loss, chunks=chunks), has_aux=True)
+        one, *others = [None, SMALL, Chunks((11, 256), (5, 256))]
+        true = once(of(one), x, labels, cts)
+        for chunks in others:
+            close(once(of(chunks), x, labels, cts), true, rtol=1e-12)
+
+
+# ---- Labels --------------------------------------------------------------------------------------
+
+
+def test_ignored_tokens_have_no_influence_whatever_they_hold():
+    (hidden, *rest), labels, cts = problem(dtype="float32")
+    run = partial(once, jax.value_and_grad(loss, has_aux=True))
+    expected = run((hidden, *rest), labels, cts)
+    for bad in (jnp.nan, jnp.inf):
+        spoiled = jnp.where(labels[:, None] == -1, bad, hidden)
+        jax.tree.map(np.testing.assert_array_equal, run((spoiled, *rest), labels, cts), expected)
+    (_, both), grads = expected
+    for y in (*both, grads[0]):
+        assert not y[::5].any()
+        assert y[1:5].all()
+
+
+def test_labels_of_any_integer_type_and_no_dimension():
+    x, labels, _ = problem(dtype="float32", v=200)
+    entropy = lambda h, y: linear_cross_entropy(h, x[1], y, ignore_label=255)
+    expected = once(entropy, x[0], jnp.where(labels == -1, 255, labels))
+    small = np.where(labels == -1, 255, labels).astype(np.uint8)
+    jax.tree.map(np.testing.assert_array_equal, once(entropy, x[0], small), expected)
+    one = once(entropy, x[0][3], jnp.asarray(small[3]))
+    assert [y.shape for y in one] == [(), ()]
+    np.testing.assert_allclose(one, [y[3] for y in expected], rtol=1e-5)
+
+
+def test_all_labels_ignored():
+    x, labels, cts = problem(dtype="bfloat16")
+    (value, both), grads = once(
+        jax.value_and_grad(partial(loss, ignore_label=7, **OPTIONS["z-loss"]), has_aux=True),
+        x, jnp.full_like(labels, 7), cts,
+    )  # fmt: skip
+    assert value == 0
+    for y in jax.tree.leaves((both, grads)):
+        assert not y.any()
+
+
+@pytest.mark.parametrize("label", [V, V + 100, -2, 2**31 - 1])
+def test_a_label_outside_the_vocabulary_is_nan(label):
+    x, labels, cts = problem(dtype="float32")
+    run = jax.jit(jax.value_and_grad(loss, has_aux=True))
+    (_, (right, right_lse)), _ = run(x, labels, cts)
+    (_, (found, lse)), (d_hidden, d_weight, _) = run(x, labels.at[3].set(label), cts)
+    assert np.flatnonzero(np.isnan(found)).tolist() == [3]
+    np.testing.assert_array_equal(np.delete(found, 3), np.delete(right, 3))
+    np.testing.assert_allclose(lse, right_lse, rtol=1e-6)
+    assert np.flatnonzero(np.isnan(d_hidden).any(-1)).tolist() == [3]
+    assert np.isnan(d_weight).all()
+
+
+@pytest.mark.parametrize(("t", "v"), [(0, 5), (1, 1), (5, 1), (1, 7), (3, 0), (0, 0)])
+def test_few_or_no_tokens_and_entries(t, v):
+    with jax.enable_x64(True):
+        x, labels, cts = problem(t=t, v=v)
+        run = lambda f: once(
+            jax.value_and_grad(partial(f, z_loss=0.1 * (v > 0)), has_aux=True), x, labels, cts
+        )
+        found, true = run(loss), run(partial(loss, implementation="reference"))
+        for y, z in zip(*map(jax.tree.leaves, (found[1], true[1])), strict=True):
+            assert y.shape == z.shape
+            if v:
+                np.testing.assert_allclose(y, z, atol=1e-12)
+        if v:
+            jax.tree.map(partial(np.testing.assert_allclose, atol=1e-12), found[0], true[0])
+        else:  # no label is an entry
+            assert np.isnan(found[0][1][0][np.asarray(labels) != -1]).all()
+
+
+# ---- Memory --------------------------------------------------------------------------------------
+
+
+def large():
+    """T = 8,192, V = 128,256, D = 4,096 in bfloat16: shapes, a forward and a backward program."""
+    struct = jax.ShapeDtypeStruct
+    t, v, d = 8192, 128256, 4096
+    args = struct((t, d), jnp.bfloat16), struct((d, v), jnp.bfloat16), struct((t,), jnp.int32)
+    mean = lambda h, w, y: linear_cross_entropy(h, w, y)[0].sum() / (y != -1).sum()
+    return 4 * t * v, args, {"forward": mean, "backward": jax.value_and_grad(mean, (0, 1))}
+
+
+@pytest.mark.parametrize("program", some_slow(("backward",), ["forward", "backward"]))
+@pytest.mark.parametrize("target", ["cpu", "H200"])
+def test_logits_never_exist_whole(target, program):
+    dense, args, programs = large()
+    try:
+        compiled = (
+            compile_for(target, programs[program], *args)
+            if target != "cpu"
+            else jax.jit(programs[program]).lower(*args).compile()
+        )
+    except RuntimeError as e:
+        pytest.skip(str(e))
+    assert compiled.memory_analysis().temp_size_in_bytes < 0.05 * dense
+
+
+# ---- Errors --------------------------------------------------------------------------------------
+
+
+def call(h=(4, 3), w=(3, 9), y=(4,), dtype="float32", w_dtype=None, y_dtype="int32", **options):
+    if (bias := options.pop("bias", None)) is not None:
+        options["bias"] = jnp.ones(bias)
+    return linear_cross_entropy(
+        jnp.ones(h, dtype), jnp.ones(w, w_dtype or dtype), jnp.ones(y, y_dtype), **options
+    )
+
+
+@pytest.mark.parametrize(
+    ("wrong", "match"),
+    [
+        (dict(w=(9, 3)), r"`hidden` has 3 numbers per token and `weight`, \(9, 3\), 9 per entry: "
+         r"for weights \[V, D\] say `vocab_dim=0`"),
+        (dict(w=(5, 9)), r"5 per entry\."),
+        (dict(w=(3, 9, 1)), r"`weight` \(3, 9, 1\); needed are \[..., D\] and \[D, V\]"),
+        (dict(y=(5,)), r"`labels` has shape \(5,\); needed is one per token, \(4,\)"),
+        (dict(y_dtype="float32"), r"`labels` has dtype float32; needed is an integer"),
+        (dict(w_dtype="bfloat16"), r"`hidden` is float32 and `weight` bfloat16; .* cast one"),
+        (dict(bias=(3,)), r"`bias` is float32\[3\]; needed is one float per entry, \[9\]"),
+        (dict(vocab_dim=2), r"`vocab_dim` is 2; needed is 1"),
+        (dict(vocab_axis="tp"), r"`vocab_axis` is 'tp' and `weight` does not vary over it"),
+        (dict(implementation="fast"), r"`implementation` is 'fast'; there is"),
+        (dict(softcap=0), r"`softcap` is 0; needed is a positive number"),
+        (dict(label_smoothing=2), r"`label_smoothing` is 2; needed is a number from 0 to 1"),
+        (dict(z_loss=-1), r"`z_loss` is -1; needed is a number not below 0"),
+        (dict(y=(5,), y_dtype="float32"), r"shape \(5,\).*; `labels` has dtype float32"),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_is_an_error_that_says_so(unchecked, wrong, match):
+    with pytest.raises(ValueError, match=match):
+        call(**wrong)
+
+
+def test_a_traced_number_is_an_error(unchecked):
+    with pytest.raises(ValueError, match="`z_loss` is traced"):
+        jax.jit(lambda z: call(z_loss=z))(0.1)
+
+
+def test_the_program_holds_one_primitive_and_its_tile_sum():
+    x, labels, cts = problem(dtype="float32")
+    names = lambda f: [s.eqn.primitive.name for s in walk(trace(f, x, labels, cts))]
+    found = names(jax.grad(lambda *a: loss(*a)[0]))
+    assert found.count("linear_cross_entropy") == found.count("loss_sum") == 1
+    assert not {"scan", "while"} & set(found)

@@ -1,0 +1,75 @@
+"""Primitives whose lowering is a program like any other: `cost` and `memory` read that program.
+
+Of a derivative of linear cross entropy, what reads nothing but the forward pass's own operands (the
+logits, above all) was there before: it is marked by a name scope, `AGAIN`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import jax
+from jax.extend.core import Jaxpr, JaxprEqn, Var
+
+from xform.lowering._tile_fn import primal
+from xform.primitives import cross_entropy, tile_sum
+
+AGAIN = "computed again"
+
+_LOWERINGS = {"linear_cross_entropy": cross_entropy._impl, "loss_sum": tile_sum._loss_impl}
+
+
+def lowered(eqn: JaxprEqn) -> Jaxpr | None:
+    """The program that the primitive of an equation is lowered to, if it is one of these."""
+    if (impl := _LOWERINGS.get(eqn.primitive.name)) is None:
+        return None
+    platform = "cpu" if jax.default_backend() == "cpu" else "default"
+    struct = lambda aval: jax.ShapeDtypeStruct(aval.shape, aval.dtype)
+    avals = [struct(v.aval) for v in eqn.invars]
+    run = partial(impl, platform=platform, auto=False, **eqn.params)
+    program = jax.make_jaxpr(run)(*avals)
+    if (fn := eqn.params.get("fn")) is None:
+        return program
+    known = primal(fn)
+    fresh = [*(not own for own in known), *[False] * (len(avals) - len(known))]
+    return _mark_again(program, fresh)[0]
+
+
+def _mark_again(jaxpr: Jaxpr, fresh: Sequence[bool]) -> tuple[Jaxpr, list[bool]]:
+    """Marks what reads nothing fresh, at every depth; returns which results are fresh besides."""
+    moving = {v for v, f in zip(jaxpr.invars, fresh, strict=True) if f}
+    eqns = []
+    for eqn in jaxpr.eqns:
+        reads = [isinstance(v, Var) and v in moving for v in eqn.invars]
+        outs = [any(reads)] * len(eqn.outvars)
+        body = eqn.params.get("jaxpr")
+        if not any(reads):
+            source = eqn.source_info
+            stack = source.name_stack.extend(AGAIN)
+            eqn = eqn.replace(source_info=source.replace(name_stack=stack))
+        elif body is not None:
+            body, outs = _mark_loop(eqn, body, reads)
+            eqn = eqn.replace(params={**eqn.params, "jaxpr": body})
+        moving.update(v for v, f in zip(eqn.outvars, outs, strict=True) if f)
+        eqns.append(eqn)
+    return jaxpr.replace(eqns=eqns), [v in moving for v in jaxpr.outvars]
+
+
+def _mark_loop(eqn: JaxprEqn, body: Jaxpr, fresh: list[bool]) -> tuple[Jaxpr, list[bool]]:
+    """`_mark_again` of the body of a call or a scan, whose carry is fresh once a turn makes it so.
+
+    Scanned operands and results have a dimension more than their slices in the body.
+    """
+    same = lambda xs, ys: sum(x.aval.shape == y.aval.shape for x, y in zip(xs, ys, strict=True))
+    while True:
+        marked, outs = _mark_again(body, fresh)
+        if eqn.primitive.name != "scan":
+            return marked, outs
+        carry = same(eqn.outvars, body.outvars)
+        start = same(eqn.invars, body.invars) - carry
+        before = fresh[start : start + carry]
+        after = [a or b for a, b in zip(before, outs[:carry], strict=True)]
+        if after == before:
+            return marked, [*after, *outs[carry:]]
+        fresh = [*fresh[:start], *after, *fresh[start + carry :]]

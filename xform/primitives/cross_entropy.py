@@ -1,0 +1,352 @@
+"""`linear_cross_entropy`: the loss of a language model, without its logits.
+
+    loss = lse - logit of the label          lse = log sum exp (hidden weight + bias)
+
+with exact gradients, to any order, under every JAX transform. The idea is that of
+Wijmans et al., "Cut your losses in large-vocabulary language models" (arXiv:2411.09009): the
+logits are made chunk by chunk, and once more for the gradients. Unlike theirs, no gradient is
+filtered, and weights may get theirs or not at no cost to the other.
+
+It is attention of tokens over the vocabulary, in which the label is hidden and whose values are the
+weights themselves: `linear_cross_entropy_p` computes the sums of `CrossEntropy` and, where hidden
+states have a tangent, what attention would put out, which is the gradient of the log-sum-exp. That
+it is known before any cotangent is what the chain rule allows: a token's cotangent is a number, by
+which its row is multiplied. Weights sum over tokens and have to wait; theirs is a tile sum. Loss,
+smoothing, z-loss and the sums over devices are ordinary JAX on these results.
+
+Products of T·V·D multiplications: one forward; forward and backward 4, in which 3 is the least of
+any method that holds all logits.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.core import Tracer
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Float, Integer
+
+from xform._compat import varying_axes
+from xform.lowering import chunked, reference
+from xform.lowering._loss_fn import IGNORED, Chunks, CrossEntropy, LossSpec, RowGradients
+from xform.lowering._tile_fn import Jvp, base, log_sum
+from xform.primitives._auto import axis_names, local_rows, register
+from xform.primitives._rules import add_hidden_dim, hidden_sizes, join_axes
+from xform.primitives.tile_sum import tile_sum
+
+_IMPLEMENTATIONS = (None, "chunked", "reference")
+
+
+def linear_cross_entropy(
+    hidden: Float[Array, "*tokens D"],
+    weight: Float[Array, "_ _"],
+    labels: Integer[Array | np.ndarray, "*tokens"],
+    *,
+    bias: Float[Array, " V"] | None = None,
+    vocab_dim: int = 1,
+    softcap: float | None = None,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    ignore_label: int = -1,
+    vocab_axis: str | None = None,
+    chunks: Chunks | None = None,
+    implementation: str | None = None,
+) -> tuple[Float[Array, "*tokens"], Float[Array, "*tokens"]]:
+    """Returns the cross entropy of each token's label, and the log-sum-exp of its logits.
+
+    With `x = softcap(hidden weight + bias)`, `lse = log sum exp x` and `y` the label,
+
+        loss = lse - (1 - label_smoothing) x[y] - label_smoothing mean(x) + z_loss lse²
+
+    in natural logarithms. Gradients are exact for hidden states, weights and bias, of both results
+    and of any order; a second run gives the same bits.
+
+    **Memory**, beyond arguments and results, is for N tokens in bfloat16 about
+
+        loss alone                    6 t v + 2 D v + 2 t D          for t, v = chunks.by_entry
+        gradient of hidden states     6 t v + 2 D v + 10 t D + 2 N D for t, v = chunks.by_token
+        gradient of weights           6 t v + 6 D v + 2 N D          for t, v = chunks.by_entry
+
+    bytes: 150 MB at N = 8,192, V = 128,256 and D = 4,096, where logits would take 4,203.
+
+    **Devices.** Tokens may be split over any mesh axes, explicit, automatic or manual: each device
+    works on its own, and the gradient of weights that all share is summed. Weights may be split
+    along the vocabulary over one axis: say which by `vocab_axis` inside `jax.shard_map`, or by
+    their type where axes are explicit. The loss then takes one maximum and two or three sums of a
+    number per token over that axis, and the gradient of hidden states one sum. Weights that an
+    automatic axis splits are gathered first, as XLA's partitioner sees fit.
+
+    Args:
+      hidden: hidden states of the tokens, with any number of leading dimensions.
+      weight: the last layer's matrix, `[D,V]`, of the dtype of `hidden`.
+      labels: for each token an entry of the vocabulary, or `ignore_label`. Any other number makes
+        NaN of the loss of its token and of what has a gradient from it: under `jit`, no value can
+        raise.
+      bias: added to the logits.
+      vocab_dim: which dimension of `weight` is the vocabulary: 1 for `[D,V]`, 0 for `[V,D]`.
+      softcap: logits become `softcap tanh(x / softcap)`.
+      label_smoothing: the weight, from 0 to 1, of all entries alike beside the label's.
+      z_loss: the factor of `lse²`, which keeps logits near 0.
+      ignore_label: tokens with this label have loss 0, log-sum-exp 0 and no influence on any
+        gradient, whatever their hidden states, NaN included.
+      vocab_axis: the manual mesh axis that splits `weight` and `bias` along the vocabulary; labels
+        count over the whole of it.
+      chunks: how many logits are held at once; `xform.lowering.chunked.CHUNKS` has the defaults.
+      implementation: "chunked" (any device), "reference" (dense, for tests), or None to choose.
+
+    Returns:
+      loss and log-sum-exp, float32 (float64 for float64 inputs), of the shape of `labels`.
+
+    Raises:
+      ValueError: on shapes, dtypes or numbers that do not fit, all that is wrong at once.
+
+    >>> import jax, jax.numpy as jnp
+    >>> from xform import linear_cross_entropy
+    >>> keys = jax.random.split(jax.random.key(0), 3)
+    >>> hidden = jax.random.normal(keys[0], (2, 5, 16))
+    >>> weight = jax.random.normal(keys[1], (16, 99))
+    >>> labels = jax.random.randint(keys[2], (2, 5), 0, 99).at[0, :3].set(-1)
+    >>> loss, lse = linear_cross_entropy(hidden, weight, labels, z_loss=1e-4)
+    >>> loss.shape, int((loss == 0).sum())
+    ((2, 5), 3)
+    """
+    labels = jnp.asarray(labels)
+    _check(hidden, weight, labels, bias, vocab_dim, vocab_axis, implementation)
+    _check_numbers(softcap, label_smoothing, z_loss)
+    options = dict(
+        vocab_dim=vocab_dim, softcap=None if softcap is None else float(softcap),
+        label_smoothing=float(label_smoothing), z_loss=float(z_loss), ignore_label=ignore_label,
+    )  # fmt: skip
+    arrays = (hidden, weight, labels) if bias is None else (hidden, weight, labels, bias)
+    if implementation == "reference":
+        return reference.cross_entropy(*arrays, **options)
+    loss = partial(_cross_entropy, chunks=chunks, **options)
+    return _on_shards(loss, arrays, vocab_dim, vocab_axis)
+
+
+def _cross_entropy(
+    hidden, weight, labels, *bias, vocab_dim, softcap, label_smoothing, z_loss, ignore_label,
+    chunks, vocab_axis,
+):  # fmt: skip
+    """Loss and log-sum-exp of the tokens of one device."""
+    spec = LossSpec(
+        jnp.dtype(hidden.dtype), softcap, bool(bias), label_smoothing > 0, labels.ndim, vocab_dim,
+        chunks,
+    )  # fmt: skip
+    size = entries = weight.shape[vocab_dim]
+    first = 0
+    if vocab_axis is not None:
+        first = lax.axis_index(vocab_axis) * size
+        entries = size * lax.axis_size(vocab_axis)
+    labels = labels.astype(jnp.promote_types(labels.dtype, jnp.int32))  # they may be -1
+    ignored = labels == ignore_label
+    found = (labels >= 0) & (labels < entries)
+    own = jnp.where((labels >= first) & (labels < first + size), labels - first, -1)
+    own = jnp.where(ignored, IGNORED, own).astype(jnp.int32)
+    args = join_axes((hidden, weight, *bias, own))
+    sums = linear_cross_entropy_p.bind(*args, spec=spec, hidden=0, rows=None)
+    top, total, label, *every = _over_devices(vocab_axis, *sums)
+
+    # All but the label's logit, and that one: their log-sum-exps, and that of both.
+    rest = log_sum(top, total)
+    # A label that is no entry: NaN, which its gradients are then too.
+    loss = jax.nn.softplus(rest - jnp.where(found | ignored, label, jnp.nan))
+    both = jnp.stack([rest, jnp.where(found, label, -jnp.inf)])
+    top = base(lax.stop_gradient(both.max(0)))
+    lse = log_sum(top, jnp.exp(both - top[None]).sum(0))
+    if every:
+        loss = loss + label_smoothing * (label - every[0] / entries)
+    if z_loss:
+        loss = loss + z_loss * lse**2
+    return jnp.where(ignored, 0, loss), jnp.where(ignored, 0, lse)
+
+
+def _over_devices(axis: str | None, top, total, *sums):
+    """The sums over the whole vocabulary, from those over each device's part of it."""
+    if axis is None:
+        return top, total, *sums
+    whole = lax.pmax(lax.stop_gradient(top), axis)
+    total = total * jnp.exp(top - base(whole))
+    return whole, *(lax.psum(x, axis) for x in (total, *sums))
+
+
+def _on_shards(loss, arrays, vocab_dim: int, vocab_axis: str | None):
+    """`loss` on each device, where the types of arrays say that explicit mesh axes split them."""
+    hidden, weight, labels, *bias = (jax.typeof(x).sharding.spec for x in arrays)
+    split = {axis for spec in (hidden, weight, labels, *bias) for axis in axis_names(spec)}
+    if not split:
+        return loss(*arrays, vocab_axis=vocab_axis)
+    tokens, entries = tuple(hidden[:-1]), weight[vocab_dim]
+    wrong = []
+    if hidden[-1] is not None or weight[1 - vocab_dim] is not None:
+        wrong.append(
+            f"`hidden` is split over {hidden} and `weight` over {weight}: the dimension that they "
+            "share must be whole on every device"
+        )
+    if tuple(labels) != tokens:
+        wrong.append(f"`labels` is split over {labels} and tokens of `hidden` over {P(*tokens)}")
+    if bias and tuple(bias[0]) != (entries,):
+        wrong.append(f"`bias` is split over {bias[0]} and entries of `weight` over {P(entries)}")
+    if vocab_axis is not None and entries is not None:
+        wrong.append(f"`vocab_axis` is {vocab_axis!r} and `weight` is split over {entries} by type")
+    if isinstance(entries, tuple):
+        wrong.append(f"the vocabulary of `weight` is split over {entries}: one axis is supported")
+    if entries is not None and entries in axis_names(P(*tokens)):
+        wrong.append(f"tokens and vocabulary are split over the same axis, {entries!r}")
+    if wrong:
+        raise ValueError(
+            f"linear_cross_entropy: {'; '.join(wrong)}. Place them with `jax.reshard` before."
+        )
+    return jax.shard_map(
+        partial(loss, vocab_axis=vocab_axis if entries is None else entries),
+        mesh=jax.typeof(arrays[0]).sharding.mesh, axis_names=split,
+        in_specs=(hidden, weight, labels, *bias), out_specs=(P(*tokens), P(*tokens)),
+    )(*arrays)  # fmt: skip
+
+
+linear_cross_entropy_p = Primitive("linear_cross_entropy")
+linear_cross_entropy_p.multiple_results = True
+
+
+def _structs(*args, spec: LossSpec, hidden: int, rows):
+    """Of each token: the largest other logit, the sums and, with `rows`, their gradients for h."""
+    shape = (*hidden_sizes(args, hidden), *args[-1].shape[hidden:])
+    sums = len(CrossEntropy(spec).results)
+    gradient = jax.ShapeDtypeStruct((*shape, args[0].shape[-1]), rows or spec.dtype)
+    vectors = 0 if rows is None else sums
+    return [jax.ShapeDtypeStruct(shape, spec.wide)] * (1 + sums) + [gradient] * vectors
+
+
+def _impl(*args, spec, hidden, rows, platform, auto):
+    def forward(*args):
+        *operands, labels = args
+        return chunked.forward(spec, hidden, rows, operands, labels, platform)
+
+    if not (auto and spec.token_dims):
+        return forward(*args)
+    tokens, shared = range(hidden, hidden + spec.token_dims), range(0)
+    ins = [tokens, *(shared for _ in args[1:-1]), tokens]
+    outs = [tokens for _ in _structs(*args, spec=spec, hidden=hidden, rows=rows)]
+    return local_rows(forward, ins, outs)(*args)
+
+
+def _jvp(primals, tangents, *, spec, hidden, rows):
+    """Along hidden states, `d sum = gradient . dh`; along the rest, a tile sum.
+
+    The gradients are a row's own, `[D]`, and come with the sums in one walk of the vocabulary. Of
+    their own tangents, at the second order, all are tile sums.
+    """
+    *operands, labels = primals
+    fn = CrossEntropy(spec)
+    n = len(fn.results)
+    dh, *columns = tangents[:-1]
+    moves = lambda ts: tuple(type(t) is not ad.Zero for t in ts)
+    (along_h,), along = moves([dh]), moves(columns)
+    kept = spec.dtype if rows is None and along_h else rows
+    bind = partial(linear_cross_entropy_p.bind, *primals, spec=spec, hidden=hidden)
+    top, *outs = bind(rows=kept)
+    sums, gradients = outs[:n], outs[n:]
+
+    def derivative(fn, nonzero, results):
+        """The tangents of a tile sum along the tangents where `nonzero`."""
+        nonzero = (nonzero[0], False, *nonzero[1:])  # `top` is a constant
+        moving = [t for t, z in zip((dh, None, *columns), nonzero, strict=True) if z]
+        h, *others = operands
+        structs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in results]
+        arrays = [h, top, *others, *moving]
+        return tile_sum(Jvp(fn, nonzero), arrays, [labels], hidden=hidden, outs=structs)
+
+    d_sums = [jnp.zeros_like(x) for x in sums]
+    if any(along):
+        d_sums = derivative(fn, (False, *along), sums)
+    if along_h:
+        wide = lambda x: x.astype(spec.wide)
+        d_sums = [d + (wide(g) * wide(dh)).sum(-1) for d, g in zip(d_sums, gradients, strict=True)]
+    d_outs = [ad.Zero(jax.typeof(top)), *d_sums]
+    if rows is None:
+        return [top, *sums], d_outs
+    moving = (along_h, *along)
+    return [top, *outs], [*d_outs, *derivative(RowGradients(fn), moving, gradients)]
+
+
+def _batch(args, dims, *, hidden, **params):
+    args, _ = add_hidden_dim(args, dims)
+    results = linear_cross_entropy_p.bind(*args, hidden=hidden + 1, **params)
+    return results, [0] * len(results)
+
+
+register(linear_cross_entropy_p, _structs, _impl)
+ad.primitive_jvps[linear_cross_entropy_p] = _jvp
+batching.primitive_batchers[linear_cross_entropy_p] = _batch
+
+
+def _check(hidden, weight, labels, bias, vocab_dim, vocab_axis, implementation) -> None:
+    """Raises one error that lists everything wrong with the arrays."""
+    wrong = []
+    if vocab_dim not in (0, 1):
+        wrong.append(f"`vocab_dim` is {vocab_dim}; needed is 1 for [D, V], or 0 for [V, D]")
+    if hidden.ndim == 0 or weight.ndim != 2:
+        wrong.append(
+            f"`hidden` has shape {hidden.shape} and `weight` {weight.shape}; needed are [..., D] "
+            "and [D, V]"
+        )
+    elif vocab_dim in (0, 1) and hidden.shape[-1] != weight.shape[1 - vocab_dim]:
+        hint = "" if hidden.shape[-1] != weight.shape[vocab_dim] else (
+            f": for weights {'[V, D]' if vocab_dim else '[D, V]'} say `vocab_dim={1 - vocab_dim}`"
+        )  # fmt: skip
+        wrong.append(
+            f"`hidden` has {hidden.shape[-1]} numbers per token and `weight`, {weight.shape}, "
+            f"{weight.shape[1 - vocab_dim]} per entry{hint}"
+        )
+    if labels.shape != hidden.shape[:-1]:
+        wrong.append(
+            f"`labels` has shape {labels.shape}; needed is one per token, {hidden.shape[:-1]}"
+        )
+    if not jnp.issubdtype(labels.dtype, jnp.integer):
+        wrong.append(f"`labels` has dtype {labels.dtype}; needed is an integer dtype")
+    if not jnp.issubdtype(hidden.dtype, jnp.floating) or hidden.dtype != weight.dtype:
+        wrong.append(
+            f"`hidden` is {hidden.dtype} and `weight` {weight.dtype}; needed is one floating-point "
+            "dtype: cast one of them"
+        )
+    if bias is not None and weight.ndim == 2 and vocab_dim in (0, 1):
+        entries = weight.shape[vocab_dim]
+        if bias.shape != (entries,) or not jnp.issubdtype(bias.dtype, jnp.floating):
+            wrong.append(
+                f"`bias` is {bias.dtype}{list(bias.shape)}; needed is one float per entry, "
+                f"[{entries}]"
+            )
+    if vocab_axis is not None and vocab_axis not in varying_axes(weight):
+        wrong.append(
+            f"`vocab_axis` is {vocab_axis!r} and `weight` does not vary over it; needed is a call "
+            "inside `jax.shard_map`, with types checked, that splits `weight` over it"
+        )
+    if implementation not in _IMPLEMENTATIONS:
+        wrong.append(f"`implementation` is {implementation!r}; there is {list(_IMPLEMENTATIONS)}")
+    if implementation == "reference" and vocab_axis is not None:
+        wrong.append("the reference runs on one device: `vocab_axis` must be None")
+    if wrong:
+        raise ValueError(f"linear_cross_entropy: {'; '.join(wrong)}.")
+
+
+def _check_numbers(softcap, label_smoothing, z_loss) -> None:
+    """Raises one error that lists everything wrong with the numbers."""
+    wrong = []
+    for name, x in (("softcap", softcap), ("label_smoothing", label_smoothing), ("z_loss", z_loss)):
+        if isinstance(x, Tracer):
+            wrong.append(f"`{name}` is traced; needed is a number of the program")
+    if not wrong:
+        if softcap is not None and not softcap > 0:
+            wrong.append(f"`softcap` is {softcap}; needed is a positive number, or None")
+        if not 0 <= label_smoothing <= 1:
+            wrong.append(f"`label_smoothing` is {label_smoothing}; needed is a number from 0 to 1")
+        if not z_loss >= 0:
+            wrong.append(f"`z_loss` is {z_loss}; needed is a number not below 0")
+    if wrong:
+        raise ValueError(f"linear_cross_entropy: {'; '.join(wrong)}.")
