@@ -1,23 +1,11 @@
 """Programmable attention, transforms of jaxprs that keep a promise or refuse, sharding rules."""
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from xform import jaxpr as jaxpr
 from xform import primitives as primitives
 from xform import sharding as sharding
-from xform._cost import cost as cost
-from xform._cost_rules import Work as Work
-from xform._cost_rules import cost_rule as cost_rule
-from xform._costs import Cost as Cost
-from xform._costs import Costs as Costs
-from xform._devices import Device as Device
-from xform._devices import device as device
-from xform._explain import Report as Report
-from xform._explain import explain as explain
-from xform._explain import no_host_gap as no_host_gap
-from xform._memory import Memory as Memory
-from xform._memory import memory as memory
-from xform._roofline import hfu as hfu
-from xform._roofline import mfu as mfu
-from xform._roofline import roofline as roofline
 from xform.primitives.attention import Aux as Aux
 from xform.primitives.attention import flex_attention as flex_attention
 from xform.primitives.attention import which as which
@@ -27,3 +15,44 @@ from xform.primitives.masks import causal as causal
 from xform.primitives.masks import documents as documents
 from xform.primitives.masks import prefix as prefix
 from xform.primitives.masks import sliding_window as sliding_window
+
+if TYPE_CHECKING:
+    from xform._cost import cost as cost
+    from xform._cost_rules import Work as Work
+    from xform._cost_rules import cost_rule as cost_rule
+    from xform._costs import Cost as Cost
+    from xform._costs import Costs as Costs
+    from xform._devices import Device as Device
+    from xform._devices import device as device
+    from xform._explain import Report as Report
+    from xform._explain import explain as explain
+    from xform._explain import no_host_gap as no_host_gap
+    from xform._memory import Memory as Memory
+    from xform._memory import memory as memory
+    from xform._roofline import hfu as hfu
+    from xform._roofline import mfu as mfu
+    from xform._roofline import roofline as roofline
+
+# Reports on programs are loaded when they are first asked for, so that `import xform` stays light.
+_REPORTS = {
+    "_cost": ("cost",),
+    "_cost_rules": ("Work", "cost_rule"),
+    "_costs": ("Cost", "Costs"),
+    "_devices": ("Device", "device"),
+    "_explain": ("Report", "explain", "no_host_gap"),
+    "_memory": ("Memory", "memory"),
+    "_roofline": ("hfu", "mfu", "roofline"),
+}
+_MODULES = {name: module for module, names in _REPORTS.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module `xform` has no attribute `{name}`")
+    value = getattr(import_module(f"xform.{_MODULES[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_MODULES})

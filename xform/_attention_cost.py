@@ -19,10 +19,10 @@ from fractions import Fraction
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Jaxpr, Var, jaxpr_as_fun
 from jax.interpreters import partial_eval as pe
 
 from xform._amount import constant, exact
+from xform._compat import Jaxpr, Var, jaxpr_as_fun
 from xform._cost_rules import RULES, Work
 from xform._program import Node, content
 from xform.jaxpr import walk

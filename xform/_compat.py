@@ -15,6 +15,16 @@ import numpy as np
 # 0.11, 0.12: has the only way to register platforms and not start them.
 from jax._src import compilation_cache, xla_bridge
 
+# 0.11, 0.12: public in `jax.extend`, which takes a tenth of a second: it loads all of Pallas.
+from jax._src import source_info_util as source_info_util
+from jax._src.core import DebugInfo as DebugInfo
+from jax._src.core import Jaxpr as Jaxpr
+from jax._src.core import JaxprEqn as JaxprEqn
+from jax._src.core import Literal as Literal
+from jax._src.core import Primitive as Primitive
+from jax._src.core import Var as Var
+from jax._src.core import jaxpr_as_fun as jaxpr_as_fun
+
 # 0.11, 0.12: runs a primitive eagerly by compiling it once, the `impl` of one that has a lowering.
 from jax._src.dispatch import apply_primitive as apply_primitive
 
@@ -24,6 +34,7 @@ from jax._src.dispatch import prim_requires_devices_during_lowering
 # 0.11, 0.12: what a derivative rule writes its output tree to; found in closures, without meaning.
 from jax._src.linear_util import EqualStore as EqualStore
 from jax._src.linear_util import Store as Store
+from jax._src.linear_util import WrappedFun as WrappedFun
 
 # 0.11, 0.12: `jax.extend.linear_util` has it under a private name only.
 from jax._src.linear_util import wrap_init as wrap_init
@@ -37,7 +48,6 @@ from jax._src.util import Unhashable as Unhashable
 # 0.11, 0.12: a cache that holds its first argument weakly and knows JAX's tracing context.
 from jax._src.util import weakref_lru_cache as weakref_lru_cache
 from jax.core import AbstractValue
-from jax.extend.core import Primitive
 
 
 def varying_axes(x) -> frozenset[str]:

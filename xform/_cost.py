@@ -17,10 +17,10 @@ from functools import partial
 from typing import Any
 
 import jax
-from jax.extend.core import Jaxpr, jaxpr_as_fun
 
 from xform._amount import Amount, Polynomial, higher, lower
 from xform._attention_cost import AttentionFlops, attention_work
+from xform._compat import Jaxpr, jaxpr_as_fun
 from xform._cost_rules import RULES, Work, sent
 from xform._costs import NONE, Cost, Costs, Each, Row, add_up
 from xform._devices import DTYPES

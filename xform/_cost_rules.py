@@ -24,9 +24,9 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import JaxprEqn
 
 from xform._amount import Amount
+from xform._compat import JaxprEqn
 from xform._program import VIEWS
 
 

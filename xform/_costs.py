@@ -7,10 +7,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from jax.extend.core import Jaxpr
-
 from xform._amount import Amount, Polynomial, at, number, ratio
 from xform._attention_cost import AttentionFlops
+from xform._compat import Jaxpr
 from xform._program import Node
 
 

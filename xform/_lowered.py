@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from functools import partial
 
 import jax
-from jax.extend.core import Jaxpr, JaxprEqn, Var
 
+from xform._compat import Jaxpr, JaxprEqn, Var
 from xform.lowering._tile_fn import primal
 from xform.primitives import cross_entropy, tile_sum
 

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-from jax.extend.core import Jaxpr, Literal
 
 from xform._amount import number
 from xform._buffers import Plan
+from xform._compat import Jaxpr, Literal
 from xform._program import Region, Value, merge, own_inputs, program, prune
 from xform.jaxpr._walk import trace
 

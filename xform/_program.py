@@ -16,8 +16,8 @@ from typing import Any
 import jax
 import numpy as np
 from jax.core import Tracer
-from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
+from xform._compat import Jaxpr, JaxprEqn, Literal
 from xform._lowered import AGAIN, lowered
 from xform.jaxpr._interpret import called
 from xform.jaxpr._walk import UNKNOWN, source_line

@@ -11,10 +11,8 @@ from typing import Any
 import jax
 import numpy as np
 from jax.core import Trace, Tracer
-from jax.extend.core import DebugInfo, Jaxpr, Literal
-from jax.extend.linear_util import WrappedFun
 
-from xform._compat import EqualStore, Store, Unhashable
+from xform._compat import DebugInfo, EqualStore, Jaxpr, Literal, Store, Unhashable, WrappedFun
 
 _canonical: weakref.WeakValueDictionary[Hashable, Jaxpr] = weakref.WeakValueDictionary()
 

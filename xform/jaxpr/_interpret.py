@@ -7,8 +7,8 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
+from xform._compat import Jaxpr, JaxprEqn, Literal
 from xform.jaxpr._walk import own_params, source_line
 
 type Rule = Callable[..., Any] | eqn_rule

@@ -8,12 +8,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.core import Tracer
-from jax.extend import source_info_util
-from jax.extend.core import Jaxpr, JaxprEqn, Var, jaxpr_as_fun
-from jax.extend.linear_util import WrappedFun
 from jax.interpreters import partial_eval
 
-from xform._compat import varying_axes, weakref_lru_cache, wrap_init
+from xform._compat import (
+    Jaxpr,
+    JaxprEqn,
+    Var,
+    WrappedFun,
+    jaxpr_as_fun,
+    source_info_util,
+    varying_axes,
+    weakref_lru_cache,
+    wrap_init,
+)
 from xform.jaxpr._interpret import (
     Rules,
     as_function,

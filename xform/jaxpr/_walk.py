@@ -7,9 +7,8 @@ from typing import Any
 
 import jax
 import jaxtyping
-from jax.extend.core import Jaxpr, JaxprEqn
 
-from xform._compat import user_frames
+from xform._compat import Jaxpr, JaxprEqn, user_frames
 
 UNKNOWN = "unknown"
 

@@ -29,8 +29,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.core import ShapedArray
-from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
+
+from xform._compat import Primitive
 
 Role = Literal["tile", "row", "col"]
 

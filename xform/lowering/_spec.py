@@ -13,7 +13,8 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import Jaxpr, jaxpr_as_fun
+
+from xform._compat import Jaxpr, jaxpr_as_fun
 
 EMPTY, PARTIAL, FULL = 0, 1, 2
 """The codes of a block map: what a mask leaves of a tile."""

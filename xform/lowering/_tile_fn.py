@@ -26,8 +26,8 @@ from typing import Any, Protocol, runtime_checkable
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import jaxpr_as_fun
 
+from xform._compat import jaxpr_as_fun
 from xform.lowering._contract import contract
 from xform.lowering._dropout import kept
 from xform.lowering._spec import At, Read, Spec

@@ -18,11 +18,10 @@ import jax
 from jax import lax
 from jax.core import ShapedArray
 from jax.experimental.custom_partitioning import custom_partitioning
-from jax.extend.core import Primitive
 from jax.interpreters import mlir
 from jax.sharding import NamedSharding, PartitionSpec
 
-from xform._compat import apply_primitive, lower_with_devices
+from xform._compat import Primitive, apply_primitive, lower_with_devices
 
 
 def register(primitive: Primitive, structs: Callable, impl: Callable) -> None:

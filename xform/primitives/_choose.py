@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from xform.lowering import mosaic_gpu
 from xform.lowering._spec import Spec
 
 IMPLEMENTATIONS = (None, "blockwise", "mosaic_gpu", "reference")
@@ -54,6 +53,8 @@ def choose(
     """
     if implementation in ("blockwise", "reference"):
         return Choice(implementation, "asked for by name")
+    from xform.lowering import mosaic_gpu  # only where the choice is not made already
+
     reasons = mosaic_gpu.misfits(spec, q_shape, kv_len, v_size)
     if device is not None and device.platform != "cuda":
         reasons.insert(0, f"the program is for {device.platform}, not for an NVIDIA GPU")

@@ -20,9 +20,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.core import ShapedArray
-from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 from jax.interpreters import partial_eval as pe
 
+from xform._compat import Jaxpr, JaxprEqn, Literal, Var
 from xform.jaxpr import eqn_rule, intern, interpret, source_line, sub_jaxprs, walk
 from xform.lowering._spec import Read
 from xform.primitives._rules import join_axes

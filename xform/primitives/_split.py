@@ -30,11 +30,10 @@ from jax.experimental.custom_partitioning import (
     SdyShardingRule,
     custom_partitioning,
 )
-from jax.extend.core import Primitive
 from jax.interpreters import mlir
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from xform._compat import apply_primitive, compute_capability, lower_with_devices
+from xform._compat import Primitive, apply_primitive, compute_capability, lower_with_devices
 from xform.lowering._tile_fn import COL, ROW, Kind
 from xform.primitives._choose import Device
 

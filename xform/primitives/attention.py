@@ -22,12 +22,12 @@ from typing import NamedTuple, TypedDict, Unpack, overload
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import Primitive
 from jax.interpreters import ad, batching
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float
 
-from xform.lowering import blockwise, mosaic_gpu, reference
+from xform._compat import Primitive
+from xform.lowering import blockwise, reference
 from xform.lowering._dropout import threefry
 from xform.lowering._spec import Spec
 from xform.lowering._tile_fn import COL, ROW, Attend, Jvp, Peak, base, log_sum
@@ -289,6 +289,8 @@ def _impl(*args, origin, outs, device, spec, hidden, dtype, peak, implementation
     )
     arrays = (hidden, q, k, v, captures, context)
     if chosen == "mosaic_gpu":
+        from xform.lowering import mosaic_gpu
+
         return mosaic_gpu.attend(spec, block_map, *arrays, origin=origin, dtype=dtype)
     out, top, total, *argmax = blockwise.attend(spec, block_map, *arrays, origin=origin, peak=peak)
     return [out.astype(dtype), top, total, *((top, *argmax) if peak else ())]

@@ -15,9 +15,9 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
-from jax.extend.core import Jaxpr, JaxprEqn
 from jaxtyping import Float, Int8
 
+from xform._compat import Jaxpr, JaxprEqn
 from xform.jaxpr import eqn_rule, interpret
 from xform.lowering._spec import EMPTY, FULL, PARTIAL
 from xform.primitives._intervals import RULES, Interval, default, interval

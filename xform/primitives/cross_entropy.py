@@ -27,12 +27,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.core import Tracer
-from jax.extend.core import Primitive
 from jax.interpreters import ad, batching
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Integer
 
-from xform._compat import varying_axes
+from xform._compat import Primitive, varying_axes
 from xform.lowering import chunked, reference
 from xform.lowering._loss_fn import IGNORED, Chunks, CrossEntropy, LossSpec, RowGradients
 from xform.lowering._tile_fn import Jvp, base, log_sum

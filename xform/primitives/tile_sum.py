@@ -22,10 +22,10 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import Primitive
 from jax.interpreters import ad, batching
 
-from xform.lowering import blockwise, chunked
+from xform._compat import Primitive
+from xform.lowering import blockwise
 from xform.lowering._loss_fn import LossSpec
 from xform.lowering._spec import Spec
 from xform.lowering._tile_fn import COL, ROW, Jvp, TileFn, Transpose, merge
@@ -92,6 +92,8 @@ def _loss_impl(*args, fn, hidden, outs, platform, auto):
     """The tile sums of linear cross entropy, by tokens where the partitioner splits them."""
 
     def whole(*args):
+        from xform.lowering import chunked  # slow to import, and not wanted by attention
+
         return chunked.tile_sum(fn, hidden, _structs(outs), *_split(args, fn), platform)
 
     if not (auto and fn.spec.token_dims):

@@ -22,9 +22,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.core import ShapedArray
-from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
 from jax.interpreters import partial_eval as pe
 
+from xform._compat import Jaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
 from xform.jaxpr import eqn_rule, intern, interpret, source_line
 from xform.lowering._spec import Read
 from xform.lowering.mosaic_gpu._ops import OPS
