@@ -11,6 +11,8 @@ from jax.sharding import PartitionSpec as P
 from xform.primitives.attention import flex_attention
 from xform.primitives.masks import causal, sliding_window
 
+pytest.importorskip("flatbuffers", reason="`jax.export` writes with it")
+
 
 def loss(x, window):
     score = lambda s, b, h, q, k: s + jnp.exp(x["table"])[h, jnp.minimum(q - k, 7)]
