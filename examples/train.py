@@ -267,10 +267,12 @@ def forecast(config: Config, mesh: Mesh) -> Costs:
     placed = lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at)
     params = jax.eval_shape(partial(llama.init, config.model), jax.random.key(0))
     params = jax.tree.map(placed, params, shardings(mesh, llama.SPECS))
-    part = placed(np.zeros((config.batch, config.length), np.int32), shardings(mesh, P("dp")))
+    shape = (config.batch, config.length)
+    rows = jax.eval_shape(lambda: Rows(*[np.zeros(shape, np.int32)] * 3))
+    rows = jax.tree.map(lambda x: placed(x, shardings(mesh, P("dp"))), rows)
     grads = gradients(config, mesh)
-    costs = cost(grads)(params, Rows(part, part, part))
-    print(f"{costs}\n{memory(grads)(params, Rows(part, part, part))}")
+    costs = cost(grads)(params, rows)
+    print(f"{costs}\n{memory(grads)(params, rows)}")
     return costs
 
 
