@@ -7,7 +7,8 @@ import pytest
 from xform.train import run
 
 
-def test_a_run_knows_how_it_was_started(tmp_path):
+def test_a_run_knows_how_it_was_started(tmp_path, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["train.py", "--seed", "1"])
     folder = run.begin(tmp_path / "a", {"seed": 1})
     run.begin(folder, {"seed": 2}, resume=True)
     saved = run.read_run(folder)
@@ -15,7 +16,7 @@ def test_a_run_knows_how_it_was_started(tmp_path):
     assert len(saved["starts"]) == 2
     for start in saved["starts"]:
         assert start["versions"]["jax"].startswith("0.")
-        assert "pytest" in start["command"]
+        assert start["command"].endswith(" train.py --seed 1")
         assert start["devices"]
 
 
