@@ -18,9 +18,10 @@ sys.path[:0] = [{root!r}, {root!r} + "/examples"]
 from xform.sharding import cpu_devices
 cpu_devices(8)
 import llama, numpy as np, train
+from xform.train.data import pack
 model = llama.Config(layers=1, width=16, heads=4, kv_heads=2, head_size=4, hidden=16)
 config = train.Config(model=model, steps={steps}, batch=4, length=8, dp=4, tp=2)
-rows = train.pack([np.random.default_rng(0).integers(256, size=999)], config.length)
+rows = pack([np.random.default_rng(0).integers(256, size=999)], config.length)
 losses = [loss for _, loss in train.training(config, train.mesh_for(config), rows)]
 assert np.isfinite(losses).all()
 print(len(losses))
