@@ -332,10 +332,9 @@ def test_three_models_of_bytes():
 @pytest.mark.parametrize("device", ["cpu", "H200"])
 def test_compiled_program_is_counted_through_its_loops(device):
     f = lambda x: jax.lax.scan(lambda c, _: (jnp.sin(c @ x), None), x, length=5)[0]
-    try:
-        costs = cost(f, compiled=device)(f32(1024, 1024))
-    except RuntimeError as error:
-        pytest.skip(str(error))
+    if device == "H200":
+        pytest.importorskip("jax_plugins.xla_cuda13", reason="no compiler for an H200")
+    costs = cost(f, compiled=device)(f32(1024, 1024))
     assert costs.compiled.matrix_flops == costs.matrix_flops == 5 * 2 * 1024**3
     assert costs.fused_bytes / 2 < costs.compiled.bytes < 2 * costs.bytes
     assert "compiled, each device runs" in str(costs)

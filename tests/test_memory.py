@@ -142,11 +142,9 @@ def test_peak_is_within_a_tenth_of_what_xla_assigns_on_a_cpu(name):
 
 @pytest.mark.parametrize("name", H200)
 def test_peak_is_within_a_tenth_of_what_xla_assigns_on_an_h200(name):
+    pytest.importorskip("jax_plugins.xla_cuda13", reason="no compiler for an H200")
     f, *args = programs()[name]
-    try:
-        found = assigned(compile_for("H200", f, *args))
-    except RuntimeError as error:
-        pytest.skip(str(error))
+    found = assigned(compile_for("H200", f, *args))
     assert memory(f, device="H200")(*args).peak == pytest.approx(found, rel=0.1)
 
 

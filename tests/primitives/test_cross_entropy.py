@@ -230,14 +230,11 @@ def large():
 @pytest.mark.parametrize("target", ["cpu", "H200"])
 def test_logits_never_exist_whole(target, program):
     dense, args, programs = large()
-    try:
-        compiled = (
-            compile_for(target, programs[program], *args)
-            if target != "cpu"
-            else jax.jit(programs[program]).lower(*args).compile()
-        )
-    except RuntimeError as e:
-        pytest.skip(str(e))
+    if target == "cpu":
+        compiled = jax.jit(programs[program]).lower(*args).compile()
+    else:
+        pytest.importorskip("jax_plugins.xla_cuda13", reason="no compiler for an H200")
+        compiled = compile_for(target, programs[program], *args)
     assert compiled.memory_analysis().temp_size_in_bytes < 0.05 * dense
 
 

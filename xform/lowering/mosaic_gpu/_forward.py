@@ -17,8 +17,8 @@ Shapes: q `[B,T,H,D]`, k `[B,S,K,D]`, v `[B,S,K,V]`; a tile is `q x kv` pairs. D
 multiples of 16 and at most 256.
 
 Not optimal: blocks are not persistent, so that the tail of one is not hidden by the next; `O` is
-rescaled at every step, also where no maximum has grown; two blocks of one cluster load the same
-keys twice.
+rescaled at every step, also where no maximum has grown; neighbouring blocks of one head load the
+same keys, each for itself.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ from xform.lowering.mosaic_gpu._call import (
 )
 
 # Registers a thread, by the number of computing warpgroups: 65,536 of a multiprocessor in all.
-_COMPUTE_REGISTERS = {1: 240, 2: 240, 3: 160}
-_LOAD_REGISTERS = {1: 24, 2: 24, 3: 24}
+_COMPUTE_REGISTERS = {2: 240, 3: 160}
+_LOAD_REGISTERS = 24
 
 
 def forward(call: Call, q, k, v, steps, operands, *, interpret=None):
@@ -137,7 +137,7 @@ class _Forward:
 
         @plgpu.when(warpgroup == count)
         def _():
-            plgpu.set_max_registers(_LOAD_REGISTERS[count], action="decrease")
+            plgpu.set_max_registers(_LOAD_REGISTERS, action="decrease")
             self._load(walk, k_ref, v_ref, operands, smem)
 
     # -- the warpgroup that loads ------------------------------------------------------------------
