@@ -35,7 +35,7 @@ def timeline(report: Any, ax: Any = None) -> Any:
     ax.set(xlim=(0, report.run.wall / 1e3), xlabel="time (µs)", ylabel="device")
     ax.set_yticks(range(len(devices)), [name.removeprefix("/device:") for name in devices])
     ax.invert_yaxis()
-    ax.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=3, frameon=False)  # above, over no bar
+    ax.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=3, frameon=False)
     return ax
 
 
