@@ -147,6 +147,7 @@ class Spec:
       mask: `(b, h, q, k, *context) -> bool`, or None.
       mask_dims: those of "bhqk" that the mask depends on.
       dropout: the rate; if not 0, the last array of the context is the key.
+      deterministic: whether a second run must give the same bits.
     """
 
     scale: float
@@ -156,6 +157,7 @@ class Spec:
     mask: Jaxpr | None = None
     mask_dims: str = ""
     dropout: float = 0.0
+    deterministic: bool = True
 
     @property
     def wide(self) -> jnp.dtype:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from xform.lowering._spec import Spec
+from xform.lowering._tile_fn import TileFn
 
 IMPLEMENTATIONS = (None, "blockwise", "mosaic_gpu", "reference")
 
@@ -56,12 +57,39 @@ def choose(
     from xform.lowering import mosaic_gpu  # only where the choice is not made already
 
     reasons = mosaic_gpu.misfits(spec, q_shape, kv_len, v_size)
+    if peak:
+        reasons.append('`aux` asks for "max", whose derivative needs the key of each maximum')
+    return _chosen(implementation, reasons, device)
+
+
+def choose_for_sum(
+    implementation: str | None, fn: TileFn, operands: Sequence, device: Device | None
+) -> Choice:
+    """Returns what evaluates a tile sum of attention, any derivative of it.
+
+    Args:
+      implementation: what the user asked for.
+      fn: its function.
+      operands: of `fn`, arrays or their types.
+      device: what the program is lowered for; None if that is not known yet.
+
+    Raises:
+      NotImplementedError: if what was asked for by name can't run, with all reasons.
+    """
+    if implementation in ("blockwise", "reference"):
+        return Choice("blockwise", "asked for by name")
+    from xform.lowering import mosaic_gpu
+
+    return _chosen(implementation, mosaic_gpu.gradient_misfits(fn, operands), device)
+
+
+def _chosen(implementation: str | None, reasons: list[str], device: Device | None) -> Choice:
+    """The kernel if nothing is in its way."""
+    reasons = list(reasons)
     if device is not None and device.platform != "cuda":
         reasons.insert(0, f"the program is for {device.platform}, not for an NVIDIA GPU")
     elif device is not None and not (device.capability or "9.0").startswith("9."):
         reasons.insert(0, f"the GPU's compute capability is {device.capability}, not 9.0 (Hopper)")
-    if peak:
-        reasons.append('`aux` asks for "max", whose derivative needs the key of each maximum')
     if not reasons:
         return Choice("mosaic_gpu", "a kernel takes all of it")
     if implementation == "mosaic_gpu":

@@ -30,8 +30,8 @@ from xform._compat import Primitive
 from xform.lowering import blockwise, reference
 from xform.lowering._dropout import threefry
 from xform.lowering._spec import Spec
-from xform.lowering._tile_fn import COL, ROW, Attend, Jvp, Peak, base, log_sum
-from xform.primitives._choose import IMPLEMENTATIONS, Choice, Device, choose
+from xform.lowering._tile_fn import COL, ROW, Attend, Jvp, Peak, Transpose, base, log_sum
+from xform.primitives._choose import IMPLEMENTATIONS, Choice, Device, choose, choose_for_sum
 from xform.primitives._mods import take_apart
 from xform.primitives._rules import add_hidden_dim, broadcast_like, hidden_sizes, join_axes
 from xform.primitives._split import Layout, Layouts, splittable
@@ -116,8 +116,8 @@ def flex_attention(
       aux: names of further results, a tuple of "lse" and "max".
       deterministic: whether a second run must give the same bits; False lets a lowering add in any
         order, if that is faster.
-      implementation: "blockwise" (any device), "mosaic_gpu" (a kernel for NVIDIA's Hopper, forward
-        pass only), "reference" (dense, for tests), or None to choose: see `which`.
+      implementation: "blockwise" (any device), "mosaic_gpu" (kernels for NVIDIA's Hopper, forward
+        and reverse mode), "reference" (dense, for tests), or None to choose: see `which`.
 
     Returns:
       The output in the dtype of q; with a non-empty `aux`, `(output, Aux)`.
@@ -137,13 +137,12 @@ def flex_attention(
     aux = (aux,) if isinstance(aux, str) else aux
     _check(q, k, v, sinks, dropout_rate, dropout_key, aux, implementation)
     _check_mods(score_mod, mask_mod, scale, (q.shape[0], q.shape[1], k.shape[1]))
-    del deterministic  # the blockwise lowering adds in a fixed order in any case
     scale = max(1, q.shape[-1]) ** -0.5 if scale is None else scale
     size = v.shape[-1]
     q, k, v = (jnp.pad(x, [*[(0, 0)] * 3, (0, 1)]) if x.shape[-1] == 0 else x for x in (q, k, v))
     attend = reference.attend
     if implementation != "reference":
-        attend = partial(_attend, implementation=implementation)
+        attend = partial(_attend, implementation=implementation, deterministic=deterministic)
     out, lse, *peak = attend(
         q, k, v, score_mod=score_mod, mask_mod=mask_mod, scale=scale, peak="max" in aux,
         dropout_rate=float(dropout_rate), dropout_key=dropout_rate and _key_data(dropout_key),
@@ -156,10 +155,13 @@ def flex_attention(
 
 
 def _attend(
-    q, k, v, *, score_mod, mask_mod, scale, dropout_rate, dropout_key, peak, implementation
-):
+    q, k, v, *, score_mod, mask_mod, scale, dropout_rate, dropout_key, peak,
+    implementation, deterministic,
+):  # fmt: skip
     """Output, log-sum-exp and, with `peak`, the maximum, by the primitive."""
-    spec, captures, context = _traced(q, score_mod, mask_mod, scale, dropout_rate)
+    spec, captures, context = _traced(
+        q, score_mod, mask_mod, scale, dropout_rate, deterministic=deterministic
+    )
     if implementation is not None:
         choose(implementation, spec, q.shape, *v.shape[1::2], peak=peak, device=None)
     context = (*context, dropout_key) if dropout_rate else context
@@ -170,7 +172,7 @@ def _attend(
     return out, log_sum(top, total), *maximum[:1]
 
 
-def _traced(q, score_mod, mask_mod, scale, dropout_rate):
+def _traced(q, score_mod, mask_mod, scale, dropout_rate, *, deterministic: bool = True):
     """The user's program, the arrays that its score reads, and those that masks and indices do."""
     if isinstance(scale, jax.Array):  # it may be traced, and has a gradient: a capture like others
         scaled = partial(_scaled, score_mod, scale)
@@ -178,22 +180,25 @@ def _traced(q, score_mod, mask_mod, scale, dropout_rate):
     mods = take_apart(score_mod, mask_mod, jnp.promote_types(q.dtype, jnp.float32))
     spec = Spec(
         float(scale), jnp.dtype(q.dtype),
-        mods.score, mods.reads, mods.mask, mods.mask_dims, dropout_rate,
+        mods.score, mods.reads, mods.mask, mods.mask_dims, dropout_rate, deterministic,
     )  # fmt: skip
     return spec, mods.captures, mods.context
 
 
 def which(
-    q: Array, k: Array, v: Array, *, aux: Sequence[str] = (), **options: Unpack[_Options]
-) -> Choice:
+    q: Array, k: Array, v: Array, *,
+    aux: Sequence[str] = (), gradient: bool = False, **options: Unpack[_Options],
+) -> Choice:  # fmt: skip
     """Returns which implementation `flex_attention` of these arguments runs here, and why.
 
     Args:
       q, k, v: as for `flex_attention`; only shapes and dtypes count.
+      gradient: whether to ask for the backward pass, with gradients for q, k, v and all arrays that
+        the score mod reads.
       aux, **options: as for `flex_attention`.
 
     Returns:
-      `(name, why)`: for the forward pass on the device where such arrays are put by default.
+      `(name, why)`, on the device where such arrays are put by default.
 
     Raises:
       NotImplementedError: if what was asked for by name can't run, with all reasons.
@@ -205,16 +210,21 @@ def which(
     Choice(name='blockwise', why='asked for by name')
     """
     scale = options.get("scale")
-    spec, *_ = _traced(
+    spec, captures, _ = _traced(
         q, options.get("score_mod"), options.get("mask_mod"),
         q.shape[-1] ** -0.5 if scale is None else scale, float(options.get("dropout_rate", 0.0)),
     )  # fmt: skip
     here = jax.devices()[0]
     platform = "cuda" if here.platform == "gpu" else here.platform
-    return choose(
-        options.get("implementation"), spec, q.shape, *v.shape[1::2], peak="max" in aux,
-        device=Device(platform, getattr(here, "compute_capability", None)),
-    )  # fmt: skip
+    device = Device(platform, getattr(here, "compute_capability", None))
+    asked = options.get("implementation")
+    if gradient:
+        moving = (True, False, False, True, True, *(True for _ in captures))
+        linear = (*(False for _ in moving), *(True for m in moving if m))
+        shapes = [x.shape[3:] for x in (q, k, v)] + [x.shape for x in captures]
+        fn = Transpose(Jvp(Attend(spec), moving), linear, tuple(shapes))
+        return choose_for_sum(asked, fn, (q, None, None, k, v), device)
+    return choose(asked, spec, q.shape, *v.shape[1::2], peak="max" in aux, device=device)
 
 
 def _key_data(key):
@@ -303,11 +313,6 @@ def _jvp(primals, tangents, *, spec, hidden, dtype, peak, implementation):
     output, A gets `do` and L gets `-(out . do)`, the "delta" of FlashAttention. The output is kept
     unrounded for it: at a narrow dtype its rounding would be the largest error of every gradient.
     """
-    if implementation == "mosaic_gpu":
-        raise NotImplementedError(
-            '`implementation="mosaic_gpu"` has no derivatives yet. Leave the choice open with '
-            "`implementation=None`: the forward pass is the kernel all the same."
-        )
     q, k, v, captures, context = _split(primals, spec)
     dq, dk, dv, dcaptures, _ = _split(tangents, spec)
     out, top, total, *maximum = flex_attention_p.bind(
@@ -327,6 +332,7 @@ def _jvp(primals, tangents, *, spec, hidden, dtype, peak, implementation):
         Jvp(Attend(spec), nonzero),
         [*operands, *(t for t, z in zip(moving, nonzero, strict=True) if z)], context,
         hidden=hidden, outs=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (out, total)],
+        implementation=implementation,
     )  # fmt: skip
     d_out = (d_sum - d_one[..., None] * out) * blockwise.inverse(total * norm)[..., None]
     d_total = d_one * fixed

@@ -30,14 +30,16 @@ from xform.lowering._loss_fn import LossSpec
 from xform.lowering._spec import Spec
 from xform.lowering._tile_fn import COL, ROW, Jvp, TileFn, Transpose, merge
 from xform.primitives._auto import local_rows, register
+from xform.primitives._choose import choose_for_sum
 from xform.primitives._rules import add_hidden_dim, hidden_sizes, join_axes
 from xform.primitives._split import Layout, Layouts, splittable
 from xform.primitives.block_map import block_map
 
 
 def tile_sum(
-    fn: TileFn, operands: Sequence, context: Sequence, *, hidden: int, outs: Sequence
-) -> list:
+    fn: TileFn, operands: Sequence, context: Sequence, *,
+    hidden: int, outs: Sequence, implementation: str | None = None,
+) -> list:  # fmt: skip
     """Sums `fn` over all pairs of a row and a column.
 
     Args:
@@ -48,13 +50,16 @@ def tile_sum(
       context: arrays that masks and indices read, `[*hidden,...]`; they get no derivative.
       hidden: number of hidden dimensions.
       outs: shape and dtype of each result.
+      implementation: what was asked for by name, or None.
 
     Returns:
       One array for each of `outs`.
     """
     outs = tuple((tuple(o.shape), jnp.dtype(o.dtype)) for o in outs)
     args = join_axes((*operands, *context))
-    return _PRIMITIVES[type(fn.spec)].bind(*args, fn=fn, hidden=hidden, outs=outs)
+    return _PRIMITIVES[type(fn.spec)].bind(
+        *args, fn=fn, hidden=hidden, outs=outs, implementation=implementation
+    )
 
 
 tile_sum_p = Primitive("tile_sum")
@@ -70,7 +75,7 @@ def _split(args: Sequence, fn: TileFn) -> tuple[Sequence, Sequence]:
     return args[:n], args[n:]
 
 
-def _layouts(*args, fn, hidden, outs) -> Layouts:
+def _layouts(*args, fn, hidden, outs, **_) -> Layouts:
     operands, context = _split(args, fn)
     labels = {ROW: "an array of queries or their derivatives", COL: "an array of keys or values"}
     of = lambda kind, x: Layout.of(labels.get(kind, "a captured array"), kind, x, hidden)
@@ -79,16 +84,19 @@ def _layouts(*args, fn, hidden, outs) -> Layouts:
     return Layouts(tuple(of(*x) for x in inputs), tuple(of(*x) for x in results))
 
 
-def _impl(*args, origin, outs, device, fn, hidden):
-    del device  # one lowering for all
+def _impl(*args, origin, outs, device, fn, hidden, implementation):
     operands, context = _split(args, fn)
     sides = [x for x, kind in zip(operands, fn.operands, strict=True) if kind in (ROW, COL)]
     if 0 in hidden_sizes(args, hidden) or any(0 in x.shape for x in sides):
         return [jnp.zeros(s.shape, s.dtype) for s in outs]
-    return blockwise.tile_sum(fn, block_map, hidden, outs, operands, context, origin=origin)
+    chosen, _ = choose_for_sum(implementation, fn, operands, device)
+    lowering = blockwise
+    if chosen == "mosaic_gpu":
+        from xform.lowering import mosaic_gpu as lowering
+    return lowering.tile_sum(fn, block_map, hidden, outs, operands, context, origin=origin)
 
 
-def _loss_impl(*args, fn, hidden, outs, platform, auto):
+def _loss_impl(*args, fn, hidden, outs, platform, auto, **_):
     """The tile sums of linear cross entropy, by tokens where the partitioner splits them."""
 
     def whole(*args):
@@ -104,16 +112,17 @@ def _loss_impl(*args, fn, hidden, outs, platform, auto):
     return local_rows(whole, ins, results)(*args)
 
 
-def _jvp(primals, tangents, *, fn, hidden, outs):
+def _jvp(primals, tangents, *, fn, outs, **params):
     operands, context = _split(primals, fn)
     tangents, _ = _split(tangents, fn)
     nonzero = tuple(type(t) is not ad.Zero for t in tangents)
     moving = [t for t, z in zip(tangents, nonzero, strict=True) if z]
-    bind = partial(tile_sum, context=context, hidden=hidden, outs=_structs(outs))
+    bind = partial(tile_sum, context=context, outs=_structs(outs), **params)
     return bind(fn, operands), bind(Jvp(fn, nonzero), [*operands, *moving])
 
 
-def _transpose(cts, *args, fn, hidden, outs):
+def _transpose(cts, *args, fn, hidden, outs, implementation):
+    del outs
     operands, context = _split(args, fn)
     linear = tuple(ad.is_undefined_primal(x) for x in operands)
     avals = [x.aval for x, z in zip(operands, linear, strict=True) if z]
@@ -122,14 +131,18 @@ def _transpose(cts, *args, fn, hidden, outs):
     kinds = [k for k, z in zip(fn.operands, linear, strict=True) if z]
     shapes = tuple(fn.spec.tail(k, a.shape[hidden:]) for a, k in zip(avals, kinds, strict=True))
     fn = Transpose(fn, linear, shapes)
-    grads = tile_sum(fn, [*known, *cts], context, hidden=hidden, outs=avals)
+    grads = tile_sum(
+        fn, [*known, *cts], context, hidden=hidden, outs=avals, implementation=implementation
+    )
     return [*merge(linear, grads, [None] * len(known)), *(None for _ in context)]
 
 
-def _batch(args, dims, *, fn, hidden, outs):
+def _batch(args, dims, *, fn, hidden, outs, implementation):
     args, size = add_hidden_dim(args, dims)
     outs = tuple(((size, *shape), dtype) for shape, dtype in outs)
-    results = _PRIMITIVES[type(fn.spec)].bind(*args, fn=fn, hidden=hidden + 1, outs=outs)
+    results = _PRIMITIVES[type(fn.spec)].bind(
+        *args, fn=fn, hidden=hidden + 1, outs=outs, implementation=implementation
+    )
     return results, [0] * len(results)
 
 

@@ -1,8 +1,10 @@
 """Attention kernels for NVIDIA's Hopper in Pallas, with the user's mods compiled into them.
 
 Read `_program` first (what of a mod runs inside), then `_forward` (the schedule), `_twins` (how the
-interpreter runs it), `_attend` (what a call becomes).
+interpreter runs it), `_attend` (what a call becomes); then `_backward` and `_gradient`.
 """
 
 from xform.lowering.mosaic_gpu._attend import attend as attend
 from xform.lowering.mosaic_gpu._attend import misfits as misfits
+from xform.lowering.mosaic_gpu._gradient import gradient_misfits as gradient_misfits
+from xform.lowering.mosaic_gpu._gradient import tile_sum as tile_sum

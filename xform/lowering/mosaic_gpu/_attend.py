@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 
@@ -97,11 +98,11 @@ def attend(
         out = run(q, k, v, captures, context, mods_batch=batch)
         return [x.reshape(*sizes, batch, *x.shape[1:]) for x in out]
     for size in reversed(sizes):
-        run = _one_by_one(run, size)
+        run = one_by_one(run, size)
     return list(run(q, k, v, list(captures), list(context)))
 
 
-def _one_by_one(run: Callable, size: int) -> Callable:
+def one_by_one(run: Callable, size: int) -> Callable:
     """`run` along a leading dimension that arrays have, or have one of."""
 
     def mapped(*args):
@@ -126,33 +127,57 @@ def _attend(
     (batch, q_len, heads, size), kv_len, v_size = q.shape, k.shape[1], v.shape[-1]
     mods_batch = batch if mods_batch is None else mods_batch
     tiles = tiles or tiles_of(size, v_size)
-    score, mask, dropout = programs(spec)
-    key = context[-1] if spec.dropout else None
-    context = context[:-1] if spec.dropout else context
-    positions = lambda n, tile: jnp.minimum(
-        jnp.arange(-(-n // tile) * tile, dtype=jnp.int32), n - 1
+    mods = Mods.of(spec, programs(spec), captures, context)
+    operands = mods.operands(mods_batch, heads, origin, q_len, kv_len, tiles)
+    lists = steps(
+        spec, block_map, mods.context, mods_batch, heads, heads, origin, q_len, kv_len, tiles
     )
-    rows, cols = positions(q_len, tiles.rows), positions(kv_len, tiles.kv)
-    reads = [x for x, group in zip(captures, spec.reads, strict=True) for _ in group]
-    operands = [
-        x
-        for program, arrays in ((score, [*reads, *context]), (mask, context), (dropout, [key]))
-        if program is not None
-        for x in program.arrays(arrays, mods_batch, heads, origin, rows, cols)
-    ]
-    steps = _steps(spec, block_map, context, mods_batch, heads, origin, q_len, kv_len, tiles)
-    q, k, v = map(_padded, (q, k, v))
+    q, k, v = map(padded, (q, k, v))
     sizes = Sizes(batch, q_len, kv_len, heads, k.shape[2], q.shape[-1], v.shape[-1], mods_batch)
     call = Call(
-        sizes, Programs(score, mask, dropout, spec.scale), tiles, q.dtype, jnp.dtype(dtype),
-        bool(steps), Twin() if interpret else Hardware(),
+        sizes, Programs(*mods.programs, spec.scale), tiles, q.dtype, jnp.dtype(dtype),
+        bool(lists), Twin() if interpret else Hardware(),
     )  # fmt: skip
-    out, top, total, sums = forward(call, q, k, v, steps, operands, interpret=interpret)
-    if mask is not None:
+    out, top, total, sums = forward(call, q, k, v, lists, operands, interpret=interpret)
+    if spec.mask is not None:
         finite = jnp.isfinite(sums[..., :q_len]).all().astype(jnp.int32)[None]
-        out = careful(call, q, k, v, steps, operands, out, finite, interpret=interpret)
+        out = careful(call, q, k, v, lists, operands, out, finite, interpret=interpret)
     per_row = lambda x: x[..., :q_len].swapaxes(1, 2)
     return [out[:, :q_len, :, :v_size], per_row(top), per_row(total)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Mods:
+    """The user's code with what it reads.
+
+    Attributes:
+      programs: score, mask and dropout, split, or None.
+      loaded: what each of the score's reads reads from.
+      context: arrays that masks and indices read.
+      key: of dropout, or None.
+    """
+
+    programs: tuple[TileProgram | None, TileProgram | None, TileProgram | None]
+    loaded: Sequence[jax.Array]
+    context: Sequence[jax.Array]
+    key: jax.Array | None
+
+    @classmethod
+    def of(cls, spec: Spec, programs, captures, context) -> Mods:
+        loaded = [x for x, group in zip(captures, spec.reads, strict=True) for _ in group]
+        context, key = (context[:-1], context[-1]) if spec.dropout else (context, None)
+        return cls(programs, loaded, context, key)
+
+    def operands(self, batch, heads, origin, q_len: int, kv_len: int, tiles: Tiles) -> list:
+        """What the programs take, computed; see `TileProgram.arrays`."""
+        rows, cols = _positions(q_len, tiles.rows), _positions(kv_len, tiles.cols)
+        arrays = ([*self.loaded, *self.context], self.context, [self.key])
+        return [
+            x
+            for program, read in zip(self.programs, arrays, strict=True)
+            if program is not None
+            for x in program.arrays(read, batch, heads, origin, rows, cols)
+        ]
 
 
 def _positions(length: int, tile: int):
@@ -160,18 +185,21 @@ def _positions(length: int, tile: int):
     return jnp.minimum(jnp.arange(-(-length // tile) * tile, dtype=jnp.int32), length - 1)
 
 
-def _padded(x):
-    """`[B,T,H,D]` with a length of 8 n, for bulk copies, and a size of 16 n, for products.
+def padded(x, size: int = 16):
+    """`[B,T,H,D]` with a length of 8 n, for bulk copies, and a multiple of `size`, for products.
 
     Zeros change no score; what they add to the output is cut off.
     """
-    extra = (0, -x.shape[1] % 8, 0, -x.shape[3] % 16)
+    extra = (0, -x.shape[1] % 8, 0, -x.shape[3] % size)
     return jnp.pad(x, [(0, n) for n in extra]) if any(extra) else x
 
 
-def _steps(spec: Spec, block_map, context, batch, heads, origin, q_len, kv_len, tiles: Tiles):
-    """The live tiles of each row, see `forward`; nothing where all tiles are full."""
-    if spec.mask is None and kv_len % tiles.kv == 0:
+def steps(
+    spec: Spec, block_map, context, batch, heads, kv_heads, origin, q_len, kv_len, tiles: Tiles
+):
+    """The live tiles that each block visits, see `forward`; nothing where all tiles are full."""
+    ragged = kv_len % tiles.cols or (tiles.by_keys and q_len % tiles.rows)
+    if spec.mask is None and not ragged:
         return ()
     b = batch if "b" in spec.mask_dims else 1
     h = heads if "h" in spec.mask_dims else 1
@@ -179,20 +207,60 @@ def _steps(spec: Spec, block_map, context, batch, heads, origin, q_len, kv_len, 
     def build(context):
         kinds = lambda b, h: block_map(
             spec.mask, context, b=b, h=h,
-            q_len=q_len, kv_len=kv_len, q_tile=tiles.rows, kv_tile=tiles.kv,
+            q_len=q_len, kv_len=kv_len, q_tile=tiles.rows, kv_tile=tiles.cols,
         )  # fmt: skip
         units = jax.vmap(jax.vmap(kinds, (None, 0)), (0, None))
-        return _compact(
-            units(
-                *(x + jnp.arange(n, dtype=jnp.int32) for x, n in zip(origin, (b, h), strict=True))
-            )
+        kinds = units(
+            *(x + jnp.arange(n, dtype=jnp.int32) for x, n in zip(origin, (b, h), strict=True))
         )
+        if not tiles.by_keys:
+            return _compact(kinds)
+        return _walks(_by_keys(kinds, heads, kv_heads), in_turns=spec.deterministic)
 
-    count = b * h * -(-q_len // tiles.rows) * -(-kv_len // tiles.kv)
+    count = b * h * -(-q_len // tiles.rows) * -(-kv_len // tiles.cols)
     if context or count > _CONSTANT or any(isinstance(x, jax.Array) for x in origin):
         return build(context)
     with jax.ensure_compile_time_eval():
         return tuple(np.asarray(x) for x in build(()))
+
+
+def _by_keys(kinds, heads: int, kv_heads: int):
+    """Codes `[U,W,R,C]` as `[U,W,C,G*R]`: of each block of keys, the tiles of a group's heads."""
+    u, w, rows, columns = kinds.shape
+    group = heads // kv_heads
+    kinds = kinds.reshape(u, 1 if w == 1 else kv_heads, -1, rows, columns)
+    kinds = jnp.broadcast_to(kinds, (u, kinds.shape[1], group, rows, columns))
+    return kinds.transpose(0, 1, 4, 2, 3).reshape(u, -1, columns, group * rows)
+
+
+def _walks(kinds, *, in_turns: bool):
+    """Of codes `[..., C, N]` what each block of keys walks along, all in one direction.
+
+    Returns:
+      The blocks as they are launched, `[..., C]`. If they wait for their turns, the last ones come
+      first: of two that meet at a tile of queries, a band-like mask lets that of later keys begin
+      there. If not, the longest walk comes first. How many tiles each visits,
+      `[..., C, 2]`. Which, `[..., C, N]`: twice the index, plus 1 for a partial one. And how many
+      blocks are launched before that visit the same, `[..., C, N]`.
+    """
+    *lead, columns, n = kinds.shape
+    live = (kinds != EMPTY).astype(jnp.int32)
+    later = jnp.cumsum(live[..., ::-1, :], -2)[..., ::-1, :] - live
+    place = jnp.where(live, jnp.cumsum(live, -1) - 1, n)
+    index = 2 * jnp.arange(n, dtype=jnp.int32) + (kinds == PARTIAL)
+    lists = lambda x: _scattered(place, jnp.broadcast_to(x, kinds.shape))
+    count = live.sum(-1, dtype=jnp.int32)
+    backwards = jnp.broadcast_to(jnp.arange(columns, dtype=jnp.int32)[::-1], (*lead, columns))
+    order = backwards if in_turns else jnp.argsort(-count, axis=-1).astype(jnp.int32)
+    return order, jnp.stack([count, count], -1), lists(index), lists(later)
+
+
+def _scattered(place, values):
+    """`[..., N]` with each value at its place along the last dimension; beyond it, dropped."""
+    flat = place.reshape(-1, place.shape[-1])
+    which = jnp.arange(len(flat), dtype=jnp.int32)[:, None]
+    zeros = jnp.zeros(flat.shape, jnp.int32)
+    return zeros.at[which, flat].set(values.reshape(flat.shape), mode="drop").reshape(place.shape)
 
 
 def _compact(kinds):
@@ -209,9 +277,6 @@ def _compact(kinds):
         jnp.cumsum(partial, -1, dtype=jnp.int32) - 1,
         jnp.where(full, n_partial[..., None] + jnp.cumsum(full, -1, dtype=jnp.int32) - 1, columns),
     )
-    lists = place.reshape(-1, columns)
-    which = jnp.arange(len(lists), dtype=jnp.int32)[:, None]
-    column = jnp.broadcast_to(jnp.arange(columns, dtype=jnp.int32), lists.shape)
-    cols = jnp.zeros(lists.shape, jnp.int32).at[which, lists].set(column, mode="drop")
+    cols = _scattered(place, jnp.broadcast_to(jnp.arange(columns, dtype=jnp.int32), kinds.shape))
     order = jnp.argsort(-n_live, axis=-1, stable=True).astype(jnp.int32)
-    return order, count, cols.reshape(kinds.shape)
+    return order, count, cols

@@ -18,6 +18,8 @@ from xform.lowering.mosaic_gpu._tuning import Tiles
 from xform.lowering.mosaic_gpu._twins import Hardware, Twin
 
 LOG2E = math.log2(math.e)
+# Bytes of an H200's second-level cache, less what else passes through it.
+_CACHE = 40 * 2**20
 # Elements that one bulk copy moves along a dimension.
 _LONGEST_COPY = 256
 
@@ -60,7 +62,7 @@ class Sizes:
         return -(-self.q_len // tiles.rows)
 
     def cols(self, tiles: Tiles) -> int:
-        return -(-self.kv_len // tiles.kv)
+        return -(-self.kv_len // tiles.cols)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,7 +115,16 @@ class Call:
 
     @property
     def shape(self) -> tuple[int, int]:
-        return self.tiles.q, self.tiles.kv
+        return self.tiles.shape
+
+    @property
+    def moving(self) -> str:
+        """The kind of operand that belongs to what a block walks along."""
+        return ROW if self.tiles.by_keys else COL
+
+    def dim(self, pair: str) -> int:
+        """Which dimension of a tile the rows are, or the columns."""
+        return int(pair == self.moving)
 
     @functools.cached_property
     def operands(self) -> list[Operand]:
@@ -121,17 +132,41 @@ class Call:
 
     @functools.cached_property
     def vectors(self) -> list[int]:
-        """Which operands travel with the keys, through shared memory: columns and bands."""
-        return [n for n, operand in enumerate(self.operands) if operand.pair in (COL, BAND)]
+        """Which operands travel through shared memory: vectors of what moves, and bands."""
+        return [n for n, x in enumerate(self.operands) if x.pair in (self.moving, BAND)]
 
     def width(self, pair: str) -> int:
-        """How many numbers of a vector belong to one tile."""
-        return self.tiles.kv if pair == COL else self.tiles.kv + self.tiles.rows
+        """How many numbers of a vector belong to one tile of a block."""
+        return self.tiles.rows + self.tiles.cols if pair == BAND else self.shape[1]
 
     def vector_buffers(self, stages: int) -> list:
         """Shared memory for the vectors."""
         of = [self.operands[n] for n in self.vectors]
         return [plgpu.SMEM((stages, self.width(x.pair)), x.stored) for x in of]
+
+    @property
+    def visits(self) -> int:
+        """How many tiles a block walks along where none is empty."""
+        sizes = self.sizes
+        if not self.tiles.by_keys:
+            return sizes.cols(self.tiles)
+        return sizes.heads // sizes.kv_heads * sizes.rows(self.tiles)
+
+    def grid(self, heads: int, blocks: int, *, together: bool) -> dict:
+        """The grid of a kernel, whose last dimension varies fastest.
+
+        Args:
+          heads, blocks: how many there are.
+          together: whether the blocks of all heads come in turns, else head after head.
+        """
+        sizes = {"batch": self.sizes.batch, "head": heads, "row": blocks}
+        names = ("batch", "row", "head") if together else ("batch", "head", "row")
+        return {"grid": tuple(sizes[name] for name in names), "grid_names": names}
+
+    def cached(self, heads: int, length: int) -> bool:
+        """Whether what all blocks of so many heads walk along stays in the second-level cache."""
+        row = (self.sizes.qk_size + self.sizes.v_size) * self.narrow.itemsize
+        return heads * length * row <= _CACHE
 
     # -- where ------------------------------------------------------------------------------------
 
@@ -139,7 +174,7 @@ class Call:
         """What the block of a batch entry, a head and a row visits; rows come in their order."""
         b = lax.rem(batch, int32(self.sizes.mods_batch))
         if not self.sparse:
-            count = int32(self.sizes.cols(self.tiles))
+            count = int32(self.visits)
             return Walk(batch, b, head, row, int32(0), count, lambda i: i)
         order_ref, count_ref, cols_ref = steps
         unit = lead(order_ref, b, head)
@@ -159,50 +194,52 @@ class Call:
         """How many copies the vectors of one tile take."""
         return sum(len(self.pieces(self.operands[n].pair)) for n in self.vectors)
 
-    def copy_vectors(self, walk: Walk, col, refs, buffers, slot, barrier) -> None:
-        """Starts the copies of what belongs to one tile; each arrives at `barrier`."""
+    def copy_vectors(self, b, head, place: Place, refs, buffers, slot, barrier) -> None:
+        """Starts the copies of what belongs to a block's tile; each arrives at `barrier`."""
         for n, buffer in zip(self.vectors, buffers, strict=True):
             pair = self.operands[n].pair
             # A band starts at -(S - 1), S rounded up to whole tiles (see `TileProgram.arrays`).
-            last = self.sizes.cols(self.tiles) - 1
-            band = walk.row * self.tiles.rows + (last - col) * self.tiles.kv
-            start = col * self.tiles.kv if pair == COL else band
-            b, h = lead(refs[n], walk.b, walk.head)
+            last = (self.sizes.cols(self.tiles) - 1) * self.tiles.cols
+            band = place.q0 - place.k0 + last
+            start = {ROW: place.q0, COL: place.k0, BAND: band}[pair]
+            unit = lead(refs[n], b, head)
             for first, length in self.pieces(pair):
-                source = refs[n].at[b, h, plgpu.ds(start + first, length)]
+                source = refs[n].at[*unit, plgpu.ds(start + first, length)]
                 target = buffer.at[slot, plgpu.ds(first, length)]
                 plgpu.copy_gmem_to_smem(source, target, barrier)
 
     # -- the user's code ---------------------------------------------------------------------------
 
-    def held(self, refs, walk: Walk, q0) -> list:
-        """Of each operand its scalar or its vector over rows from `q0` on; None for a vector."""
+    def held(self, refs, b, head, start) -> list:
+        """Of each operand its scalar, or its vector of what is owned, from `start` on, or None."""
         return [
-            self._held(ref, operand, walk, q0)
+            self._held(ref, operand, b, head, start)
             for ref, operand in zip(refs, self.operands, strict=True)
         ]
 
-    def values(self, held: list, buffers, slot, q_start) -> list:
-        """All operands for one tile, whose rows start at `q_start` of the block's."""
+    def values(self, held: list, buffers, slot, offset) -> list:
+        """All operands for one tile, which starts at `offset` of what the block owns."""
         values = list(held)
         for n, buffer in zip(self.vectors, buffers, strict=True):
-            values[n] = self._vector(buffer.at[slot], self.operands[n], q_start)
+            values[n] = self._vector(buffer.at[slot], self.operands[n], offset)
         return values
 
-    def _held(self, ref, operand: Operand, walk: Walk, q0):
-        b, h = lead(ref, walk.b, walk.head)
+    def _held(self, ref, operand: Operand, b, head, start):
+        unit = lead(ref, b, head)
         if operand.pair == SCALAR:
-            return _as(ref[b, h], operand.dtype)
-        if operand.pair == ROW:
-            part = ref.at[b, h, plgpu.ds(q0, self.tiles.q)]
-            return plgpu.load(part, layout=row_layout(), optimized=False)
-        return None
+            return _as(ref[*unit], operand.dtype)
+        if operand.pair in (self.moving, BAND):
+            return None
+        part = ref.at[*unit, plgpu.ds(start, self.shape[0])]
+        return plgpu.load(part, layout=row_layout(), optimized=False)
 
-    def _vector(self, buffer, operand: Operand, q_start):
-        """A column vector, or a tile made of a band."""
-        if operand.pair == COL:
+    def _vector(self, buffer, operand: Operand, offset):
+        """A vector of what moves, or a tile made of a band: of `q_idx - kv_idx`."""
+        if operand.pair == self.moving:
             return self.mma.column(buffer)
-        return self.mma.band(buffer, self.shape, q_start + self.tiles.kv - 1, operand.stored)
+        last = self.tiles.cols - 1
+        start, sign = (last - offset, -1) if self.tiles.by_keys else (last + offset, 1)
+        return self.mma.band(buffer, self.shape, start, sign, operand.stored)
 
     def scores(self, s_tile, place: Place, partial, values):
         """Modified scores, minus infinity where hidden, and what makes them exponents of 2.
@@ -228,47 +265,58 @@ class Call:
     @property
     def masked(self) -> bool:
         """Whether any tile is partial: by the mask, or since it sticks out."""
-        return self.programs.mask is not None or self.sizes.kv_len % self.tiles.kv != 0
+        return self.programs.mask is not None or bool(self._edges)
+
+    @property
+    def _edges(self) -> list[tuple[str, int]]:
+        """The sides whose last tile sticks out, and their lengths. Nobody reads such rows of S."""
+        s, t = self.sizes, self.tiles
+        sides = [(COL, s.kv_len, t.cols)] + [(ROW, s.q_len, t.rows)] * t.by_keys
+        return [(pair, length) for pair, length, tile in sides if length % tile]
 
     def visible(self, place: Place, values) -> jax.Array:
         """The mask over a tile that is partial."""
-        if self.programs.mask is None:
-            return self._inside(place)
-        seen = self.run(self.programs.mask, place, values)
-        return seen & self._inside(place) if self.sizes.kv_len % self.tiles.kv else seen
-
-    def _inside(self, place: Place) -> jax.Array:
-        """Which pairs of a tile are of a key that there is."""
-        return self.mma.index(place.k0, self.shape, 1, jnp.int32) < self.sizes.kv_len
+        seen = [
+            self.mma.index(start, self.shape, self.dim(pair), jnp.int32) < length
+            for pair, length in self._edges
+            for start in [place.q0 if pair == ROW else place.k0]
+        ]
+        if self.programs.mask is not None:
+            seen.insert(0, self.run(self.programs.mask, place, values))
+        return functools.reduce(jnp.logical_and, seen)
 
     def run(self, program: TileProgram, place: Place, values, *score):
-        """One program on one tile."""
+        """One program on one tile; a tuple if it has several results."""
         earlier = self.programs.all[: self.programs.all.index(program)]
         first = sum(len(other.operands) for other in earlier)
         operands = [
             self._spread(values[first + n], operand) for n, operand in enumerate(program.operands)
         ]
         indices = [
-            self._true_index(start, dim, dtype) if dtype in program.indices[dim] else None
+            self._true_index(start, pair, dtype) if dtype in used else None
             for dtype in (jnp.int32, jnp.float32)
-            for dim, start in enumerate((place.q0, place.k0))
+            for pair, start, used in (
+                (ROW, place.q0, program.indices[0]),
+                (COL, place.k0, program.indices[1]),
+            )
         ]
-        (out,) = evaluate(program.jaxpr, [*score, *indices, *operands], self._join)
-        return jnp.full(self.shape, out, jnp.asarray(out).dtype) if jnp.ndim(out) == 0 else out
+        outs = evaluate(program.jaxpr, [*score, *indices, *operands], self._join)
+        tile = lambda x: jnp.full(self.shape, x, jnp.asarray(x).dtype) if jnp.ndim(x) == 0 else x
+        return tile(outs[0]) if len(outs) == 1 else tuple(map(tile, outs))
 
-    def _true_index(self, start, dim: int, dtype):
+    def _true_index(self, start, pair: str, dtype):
         """The indices of a tile, those of the padding clipped to the last one."""
-        index = self.mma.index(start, self.shape, dim, dtype)
-        length = (self.sizes.q_len, self.sizes.kv_len)[dim]
-        padded = length % (self.tiles.rows, self.tiles.kv)[dim]
-        return jnp.minimum(index, jnp.asarray(length - 1, dtype)) if padded else index
+        index = self.mma.index(start, self.shape, self.dim(pair), dtype)
+        sizes, tiles = self.sizes, self.tiles
+        length, tile = (sizes.q_len, tiles.rows) if pair == ROW else (sizes.kv_len, tiles.cols)
+        return jnp.minimum(index, jnp.asarray(length - 1, dtype)) if length % tile else index
 
     def _spread(self, x, operand: Operand):
         """A loaded operand as a scalar or a tile, in the dtype that the program wants."""
         if operand.pair == SCALAR:
             return x
         if operand.pair in (ROW, COL):
-            x = lax.broadcast_in_dim(x, self.shape, [0 if operand.pair == ROW else 1])
+            x = lax.broadcast_in_dim(x, self.shape, [self.dim(operand.pair)])
         return _as(x, operand.dtype)
 
     def _join(self, values: list) -> list:
@@ -302,9 +350,9 @@ def lead(ref, b, head):
     return (b if ref.shape[0] > 1 else 0), (head if ref.shape[1] > 1 else 0)
 
 
-def tiled(shape: tuple[int, ...], dtype):
+def tiled(shape: tuple[int, ...], dtype, swizzle: int | None = None):
     """Shared memory in the layout that products and bulk copies want: rows of up to 128 bytes."""
-    swizzle = swizzle_of(shape[-1], dtype)
+    swizzle = swizzle or swizzle_of(shape[-1], dtype)
     tile = (8, swizzle // jnp.dtype(dtype).itemsize)
     return plgpu.SMEM(shape, dtype, transforms=plgpu.layout(tile, swizzle))
 

@@ -107,15 +107,13 @@ class _Careful:
         q0 = walk.row * call.tiles.rows + start
         rows = plgpu.ds(q0, _ROWS)
         plgpu.copy_gmem_to_smem(q_ref.at[walk.batch, rows, walk.head], smem["q"], smem["q_full"])
-        held = call.held(operands, walk, q0)
+        held = call.held(operands, walk.b, walk.head, q0)
         plgpu.barrier_wait(smem["q_full"])
         vector = lambda x: plgpu.layout_cast(jnp.full((_ROWS,), x, jnp.float32), row_layout())
         shape = (_ROWS, s.v_size)
 
         def sums(acc):
             def spoilt(bad):
-                mma.clear(acc)
-                mma.clear(bad)
 
                 def step(i, carry):
                     return self._step(walk, i, q0, start, held, refs, smem, acc, bad, carry)
@@ -146,7 +144,8 @@ class _Careful:
         source = (walk.batch, plgpu.ds(col * t.kv, t.kv), kv_head)
         plgpu.copy_gmem_to_smem(k_ref.at[source], smem["k"], smem["full"])
         plgpu.copy_gmem_to_smem(v_ref.at[source], smem["v"], smem["full"])
-        call.copy_vectors(walk, col, refs[6:-1], smem["vectors"], 0, smem["full"])
+        block = Place(walk.row * t.rows, col * t.kv)
+        call.copy_vectors(walk.b, walk.head, block, refs[6:-1], smem["vectors"], 0, smem["full"])
         plgpu.barrier_wait(smem["full"])
 
         def product(s_acc):

@@ -70,9 +70,7 @@ def forward(call: Call, q, k, v, steps, operands, *, interpret=None):
     run = plgpu.kernel(
         _Forward(call).entry,
         out_type=(jax.ShapeDtypeStruct((*q.shape[:3], s.v_size), call.out), *[statistic] * 3),
-        # Heads vary fastest: those that share keys run side by side.
-        grid=(s.heads, s.rows(tiles), s.batch),
-        grid_names=("head", "row", "batch"),
+        **call.grid(s.heads, s.rows(tiles), together=call.cached(s.kv_heads, s.kv_len)),
         num_threads=tiles.warpgroups + 1,
         thread_name="warpgroup",
         kernel_name="flex_attention",
@@ -155,8 +153,9 @@ class _Forward:
             again = i >= stages
             plgpu.when(again)(lambda: plgpu.barrier_wait(smem["k_free"].at[slot]))
             plgpu.copy_gmem_to_smem(k_ref.at[source], smem["k"].at[slot], smem["k_full"].at[slot])
+            place = Place(walk.row * t.rows, col * t.kv)
             self.call.copy_vectors(
-                walk, col, operands, smem["vectors"], slot, smem["k_full"].at[slot]
+                walk.b, walk.head, place, operands, smem["vectors"], slot, smem["k_full"].at[slot]
             )
             plgpu.when(again)(lambda: plgpu.barrier_wait(smem["v_free"].at[slot]))
             plgpu.copy_gmem_to_smem(v_ref.at[source], smem["v"].at[slot], smem["v_full"].at[slot])
@@ -179,7 +178,7 @@ class _Forward:
         q_tile = smem["q"].at[warpgroup]
         source = q_ref.at[walk.batch, plgpu.ds(q0, t.q), walk.head]
         plgpu.copy_gmem_to_smem(source, q_tile, smem["q_full"].at[warpgroup])
-        held = call.held(operands, walk, q0)
+        held = call.held(operands, walk.b, walk.head, q0)
         take, give = self._turns(warpgroup, smem)
         plgpu.barrier_wait(smem["q_full"].at[warpgroup])
 
@@ -229,7 +228,6 @@ class _Forward:
             return p, top, total
 
         def walk_tiles(acc):
-            mma.clear(acc)
             carry = mma.scoped(first, smem["scores"], warpgroup, call.shape)
             p, top, total = lax.fori_loop(1, walk.count, functools.partial(step, acc), carry)
             slot = lax.rem(walk.count - 1, stages)

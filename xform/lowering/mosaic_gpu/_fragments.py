@@ -1,6 +1,6 @@
-"""Two tiles that Pallas can't make well, written in Mosaic's own terms.
+"""What Pallas can't say, or not well, in Mosaic's own terms: two tiles, and turns.
 
-Both are in the layout of a product's result: a thread holds pairs of neighbouring columns, 8
+The tiles are in the layout of a product's result: a thread holds pairs of neighbouring columns, 8
 columns and 8 rows apart. What it holds is one place of its own plus constants, and saying so is
 what matters: an iota costs a conversion or an addition of its own for every element.
 """
@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import numpy as np
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, memref, vector
+from jaxlib.mlir.dialects import arith, llvm, memref, vector
 
 from xform.lowering.mosaic_gpu import _plgpu as plgpu
 
@@ -42,8 +42,8 @@ def index_tile(start, shape: tuple[int, int], dim: int, *, floating: bool):
     return _tile(shape, element, at, None if floating else True)
 
 
-def band_tile(ref, start, shape: tuple[int, int], signed: bool | None):
-    """The tile whose element (r, c) is `ref[start + r - c]`.
+def band_tile(ref, start, shape: tuple[int, int], sign: int, signed: bool | None):
+    """The tile whose element (r, c) is `ref[start + sign * (r - c)]`.
 
     Eight rows and four pairs of columns of a warp read 14 neighbouring words: no bank twice.
 
@@ -51,16 +51,19 @@ def band_tile(ref, start, shape: tuple[int, int], signed: bool | None):
       ref: a vector in shared memory, 32 bits an element.
       start: int32.
       shape: rows and columns.
+      sign: 1 or -1.
       signed: whether integers are signed; None for floats.
     """
     index = ir.IndexType.get()
     row, col = next(iter(_LAYOUT.thread_idxs(shape)))
-    base = arith.subi(arith.addi(arith.index_cast(index, start), row), col)
+    there, back = (row, col) if sign == 1 else (col, row)
+    base = arith.subi(arith.addi(arith.index_cast(index, start), there), back)
     made = {}
 
     def at(r, c):
         if r - c not in made:
-            made[r - c] = memref.load(ref, [arith.addi(base, arith.constant(index, r - c))])
+            offset = arith.constant(index, sign * (r - c))
+            made[r - c] = memref.load(ref, [arith.addi(base, offset)])
         return made[r - c]
 
     return _tile(shape, ir.MemRefType(ref.type).element_type, at, signed)
@@ -82,3 +85,72 @@ def _places(registers: tuple[int, ...], shape: tuple[int, int]) -> Iterator[tupl
     for place in np.ndindex(registers):
         linear = sum(i * s for i, s in zip(place, strides, strict=False))
         yield place, linear // shape[1], linear % shape[1]
+
+
+def store_by_thread(ref, tile) -> None:
+    """Stores a tile of 64 rows as the threads hold it, 16 bytes of each at a time.
+
+    Args:
+      ref: float32 `[n, 256]` in shared memory: of 8 columns after another, of all threads, two
+        columns of one row and two of the row 8 below.
+      tile: float32, in the layout of a product's result.
+    """
+    f32, index = ir.F32Type.get(), ir.IndexType.get()
+    at = {
+        (r, c): tile.registers[place] for place, r, c in _places(tile.registers.shape, tile.shape)
+    }
+    constant = lambda n: arith.constant(index, n)
+    thread = arith.remui(arith.index_cast(index, plgpu.thread_idx()), constant(128))
+    row = arith.divui(thread, constant(64))
+    col = arith.muli(arith.remui(thread, constant(64)), constant(4))
+    four = ir.VectorType.get((4,), f32)
+    for n in range(tile.shape[1] // 8):
+        values = [
+            vector.extract(at[r, 8 * n], dynamic_position=[], static_position=[i])
+            for r in (0, 8)
+            for i in (0, 1)
+        ]
+        target = [arith.addi(row, constant(2 * n)), col]
+        vector.store(vector.from_elements(four, values), ref, target)
+
+
+def await_count(ref, count):
+    """Waits until the int32 `ref` in global memory, which others count up, is `count` or more.
+
+    What they have written by the copy engine before is then there for the copy engine.
+    """
+    wait = """
+    {
+    .reg .pred below;
+    .reg .s32 seen;
+    again_${:uid}:
+    ld.acquire.gpu.global.s32 seen, [$0];
+    setp.lt.s32 below, seen, $1;
+    @below bra again_${:uid};
+    fence.proxy.async;
+    }"""
+    _assembly([_address(ref), count], wait, "l,r,~{memory}")
+
+
+def count_up(ref):
+    """Adds one to the int32 `ref` in global memory, in one thread of the warpgroup."""
+    add = """
+    {
+    .reg .pred chosen;
+    .reg .u32 thread;
+    mov.u32 thread, %tid.x;
+    and.b32 thread, thread, 127;
+    setp.eq.u32 chosen, thread, 0;
+    fence.proxy.async;
+    @chosen red.release.gpu.global.add.s32 [$0], 1;
+    }"""
+    _assembly([_address(ref)], add, "l,~{memory}")
+
+
+def _assembly(operands, text: str, constraints: str):
+    llvm.inline_asm(None, operands, text, constraints, has_side_effects=True)
+
+
+def _address(ref):
+    """The address of a `ref` of one element."""
+    return plgpu.memref_ptr(ref)

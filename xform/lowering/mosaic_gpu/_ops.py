@@ -193,6 +193,7 @@ OPS: dict[str, Callable] = {
     "log1p": _log1p,
     "logistic": _logistic,
     "not": _not,
+    "one_minus_square": lambda x: 1 - x * x,
     "optimization_barrier": lambda x: x,
     "or": _native(lax.bitwise_or),
     "population_count": _population_count,

@@ -88,7 +88,7 @@ class TileProgram:
     """A mod, split.
 
     Attributes:
-      jaxpr: `(score?, q, k, float(q), float(k), *operands) -> out`, elementwise, on scalars.
+      jaxpr: `(score?, q, k, float(q), float(k), *operands) -> outs`, elementwise, on scalars.
       operands: what it takes beside the indices.
       outside: `(b, h, q, k, *arrays) -> operands`, the scalar program of all operands.
       pair: what `out` depends on, `TILE` for a score.
@@ -137,7 +137,7 @@ class TileProgram:
 
     def _array(self, n: int, operand: Operand, arrays, sizes, origin, side):
         """Operand `n` at all indices that it depends on."""
-        f = lambda b, h, q, k: self.outside(b, h, q, k, *arrays)[n]
+        f = lambda b, h, q, k: self.outside(b, h, q, k, *arrays)[n].reshape(())
         if operand.pair != SCALAR:
             f = jax.vmap(f, in_axes=(None, None, *(0 if x.ndim else None for x in side)))
         index = []
@@ -148,11 +148,38 @@ class TileProgram:
         return f(*index, *side).astype(operand.stored)
 
 
+def derivatives(jaxpr: Jaxpr, wanted: Sequence[int]) -> Jaxpr:
+    """Of a score mod: its value, its derivative by the score, and by some of what it loads.
+
+    Args:
+      jaxpr: `(score, b, h, q, k, *loaded) -> score`.
+      wanted: which of `loaded`.
+
+    Raises:
+      NotImplementedError: for a derivative by more than one number.
+    """
+    if any(_aval(jaxpr.invars[5 + n]).size != 1 for n in wanted):
+        raise NotImplementedError("the gradient of an array that a pair reads several numbers of")
+    moving = [0, *(5 + n for n in wanted)]
+
+    def program(*args):
+        def along(*values):
+            own = dict(zip(moving, values, strict=True))
+            (out,) = jaxpr_as_fun(jaxpr)(*(own.get(n, x) for n, x in enumerate(args)))
+            return out
+
+        out, pull_back = jax.vjp(along, *(args[n] for n in moving))
+        return out, *(x.reshape(()) for x in pull_back(jnp.ones_like(out)))
+
+    structs = [jax.ShapeDtypeStruct(_aval(v).shape, _aval(v).dtype) for v in jaxpr.invars]
+    return jax.make_jaxpr(program)(*structs).jaxpr
+
+
 def split(jaxpr: Jaxpr, *, score: bool, reads: Sequence[Read] | None = None) -> TileProgram:
     """Splits a mod.
 
     Args:
-      jaxpr: `(b, h, q, k, *arrays) -> out` for a mask, `(score, b, h, q, k, *loaded) -> score`.
+      jaxpr: `(b, h, q, k, *arrays) -> out` for a mask, `(score, b, h, q, k, *loaded) -> scores`.
       score: whether it is a score mod.
       reads: what each of `loaded` is.
 
@@ -161,7 +188,7 @@ def split(jaxpr: Jaxpr, *, score: bool, reads: Sequence[Read] | None = None) -> 
     """
     flat = _flatten(jaxpr)
     index = [Class("b"), Class("h"), Class("", ROW, True), Class("", COL, True)]
-    loaded = [_class_of_read(read) for read in reads or ()]
+    loaded = [class_of_read(read) for read in reads or ()]
     arrays = loaded if score else [Class()] * (len(flat.invars) - 4)
     classes = _classify(flat, [Class("", TILE)] * score + index + arrays)
     return _Splitter(flat, score, classes, tuple(reads or ())).result()
@@ -220,7 +247,7 @@ class _Splitter:
         wrong = [
             f"`{eqn.primitive.name}` of a query and a key together (at {source_line(eqn)})"
             for eqn in self.inside
-            if eqn.primitive.name not in OPS or any(_aval(v).shape for v in eqn.outvars)
+            if eqn.primitive.name not in OPS or any(_aval(v).size != 1 for v in eqn.outvars)
         ]
         wrong += [
             f"a read of an array at an index that mixes query and key ({self.classes[v]})"
@@ -242,7 +269,9 @@ class _Splitter:
 
         def program(*args):
             n = len(head)
-            env = dict(zip([*head, *self.frontier], [*args[:n], *args[n + 2 :]], strict=True))
+            env = dict(zip(head, args[:n], strict=True))
+            for v, x in zip(self.frontier, args[n + 2 :], strict=True):
+                env[v] = x.reshape(_aval(v).shape)
             floats = dict(zip(pair, args[n : n + 2], strict=True))
             value = lambda v: v.val if isinstance(v, Literal) else env[v]
             for eqn in self.inside:
@@ -252,14 +281,14 @@ class _Splitter:
                     out = eqn.primitive.bind(*map(value, eqn.invars), **params)
                 out = out if eqn.primitive.multiple_results else [out]
                 env.update(zip(eqn.outvars, out, strict=True))
-            return value(self.jaxpr.outvars[0])
+            return list(map(value, self.jaxpr.outvars))
 
         struct = lambda v: jax.ShapeDtypeStruct((), _aval(v).dtype)
         float_index = jax.ShapeDtypeStruct((), jnp.float32)
         jaxpr = jax.make_jaxpr(program)(
             *map(struct, head), float_index, float_index, *map(struct, self.frontier)
         )
-        jaxpr, _ = pe.dce_jaxpr(jaxpr, [True], instantiate=True)
+        jaxpr, _ = pe.dce_jaxpr(jaxpr, [True] * len(self.jaxpr.outvars), instantiate=True)
         return intern(jaxpr)
 
     def _in_float(self, eqn: JaxprEqn, floats: dict):
@@ -296,7 +325,7 @@ class _Splitter:
             if score:
                 captures, context = arrays[: len(reads)], arrays[len(reads) :]
                 arrays = [
-                    _load_one(read, x, b, h, q, k, context) if v in needed else None
+                    load_one(read, x, b, h, q, k, context) if v in needed else None
                     for read, x, v in zip(reads, captures, self.jaxpr.invars[5:], strict=True)
                 ]
             env = dict(zip(self.jaxpr.invars[score:], (b, h, q, k, *arrays), strict=True))
@@ -311,7 +340,7 @@ class _Splitter:
         return outside
 
 
-def _load_one(read: Read, capture, b, h, q, k, context):
+def load_one(read: Read, capture, b, h, q, k, context):
     """What a scalar evaluation of the mod reads, floating numbers widened."""
     starts = None
     if read.index is not None:
@@ -320,7 +349,8 @@ def _load_one(read: Read, capture, b, h, q, k, context):
     return value.astype(jnp.float32) if jnp.issubdtype(value.dtype, jnp.floating) else value
 
 
-def _class_of_read(read: Read) -> Class:
+def class_of_read(read: Read) -> Class:
+    """What a read of a captured array depends on."""
     if read.index is None:
         return Class()
     index = [Class("b"), Class("h"), Class("", ROW, True), Class("", COL, True)]

@@ -15,7 +15,13 @@ import jax.numpy as jnp
 from jax import lax
 
 from xform.lowering.mosaic_gpu import _plgpu as plgpu
-from xform.lowering.mosaic_gpu._fragments import band_tile, index_tile
+from xform.lowering.mosaic_gpu._fragments import (
+    await_count,
+    band_tile,
+    count_up,
+    index_tile,
+    store_by_thread,
+)
 
 
 class Hardware:
@@ -27,28 +33,84 @@ class Hardware:
         return ()
 
     def scoped(self, body, buffers, warpgroup, shape):
-        """Runs `body` with an accumulator."""
+        """Runs `body` with an accumulator that is 0."""
         del buffers, warpgroup
         return plgpu.run_scoped(body, plgpu.ACC(shape, jnp.float32))
 
-    def clear(self, acc):
-        """Accumulators start at 0."""
-
     def qk(self, acc, q, k):
+        """Adds `q k'`."""
         plgpu.wgmma(acc, q, k.T)
 
     def pv(self, acc, p, v):
+        """Adds `p v`."""
         plgpu.wgmma(acc, p, v)
+
+    def tv(self, acc, p, v):
+        """Adds `p' v`."""
+        plgpu.wgmma(acc, p.T, v)
 
     def read(self, acc, in_flight: int, k):
         """The result of a product, once at most `in_flight` later ones still run."""
         del k
         return plgpu.wgmma_accumulator_load(acc, wait_n=in_flight)
 
-    def wait(self, v):
-        """Waits for all products; `v` is what the last one reads."""
+    def wait(self, v, in_flight: int = 0):
+        """Waits for all but the last products; `v` is what the last of the others reads."""
         del v
-        plgpu.wgmma_wait(0)
+        plgpu.wgmma_wait(in_flight)
+
+    def shares(self, blocks: int) -> tuple[int, ...]:
+        """Leading dimensions of an array that blocks add to: none."""
+        del blocks
+        return ()
+
+    def parcel(self, rows: int, cols: int) -> tuple[int, int]:
+        """The shape of a tile of an accumulator in the order in which threads hold it."""
+        return rows * cols // 256, 256
+
+    def pack(self, buffer, tile):
+        """Stores such a tile in shared memory: of each thread 16 bytes at a time, no bank twice."""
+
+        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.Layout.WGMMA))
+        def store(ctx, ref, tile):
+            del ctx
+            store_by_thread(ref, tile)
+
+        store(buffer, tile)
+
+    def unpacked(self, parcels, rows: int, cols: int):
+        """Arrays `[...,*parcel]` as `[...,rows,cols]`."""
+        lead = parcels.shape[:-2]
+        # 8 columns at a time: of each thread two columns of a row and of the row 8 below.
+        x = parcels.reshape(*lead, cols // 8, rows // 16, 8, 4, 2, 2)
+        n = len(lead)
+        order = (*range(n), n + 1, n + 4, n + 2, n, n + 3, n + 5)
+        return x.transpose(order).reshape(*lead, rows, cols)
+
+    def add_to(self, ref, block, place, tile):
+        """Adds a tile of shared memory at `place`, in whatever order blocks come."""
+        del block
+        plgpu.copy_smem_to_gmem(tile, ref.at[*place], reduction_op="add")
+
+    def await_turn(self, ticket, turn):
+        """Waits until a counter in memory has reached `turn`."""
+
+        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.Layout.WG_SPLAT))
+        def wait(ctx, ref, turn):
+            del ctx
+            await_count(ref, turn.registers.item())
+
+        wait(ticket, turn)
+
+    def pass_turn(self, ticket):
+        """Adds one to a counter, once everything that this thread has waited for is in memory."""
+
+        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
+        def add(ctx, ref):
+            del ctx
+            count_up(ref)
+
+        add(ticket)
 
     def tile(self, buffer):
         """A tile of shared memory as values."""
@@ -58,14 +120,14 @@ class Hardware:
         """A vector over columns, from shared memory."""
         return plgpu.load(buffer, layout=plgpu.Layout.WGMMA.reduce(0), optimized=False)
 
-    def band(self, buffer, shape, start, dtype):
-        """The tile `[r, c] = buffer[start + r - c]` of a vector in shared memory."""
+    def band(self, buffer, shape, start, sign: int, dtype):
+        """The tile `[r, c] = buffer[start + sign * (r - c)]` of a vector in shared memory."""
         signed = None if jnp.issubdtype(dtype, jnp.floating) else dtype == jnp.int32
 
         @_inline(shape, dtype, plgpu.RefType(), plgpu.Layout.WG_SPLAT)
         def tile(ctx, ref, start):
             del ctx
-            return band_tile(ref, start.registers.item(), shape, signed)
+            return band_tile(ref, start.registers.item(), shape, sign, signed)
 
         return tile(buffer, start)  # the context is Mosaic's to give
 
@@ -95,23 +157,49 @@ class Twin:
 
     def scoped(self, body, buffers, warpgroup, shape):
         del shape
-        return body(buffers.at[warpgroup])
-
-    def clear(self, acc):
+        acc = buffers.at[warpgroup]
         acc[...] = jnp.zeros(acc.shape, jnp.float32)
+        return body(acc)
 
     def qk(self, acc, q, k):
-        acc[...] = _product(q[...], k[...], 1)
+        acc[...] = acc[...] + _product(q[...], k[...], 1, 1)
 
     def pv(self, acc, p, v):
-        acc[...] = acc[...] + _product(p, v[...], 0)
+        acc[...] = acc[...] + _product(p, v[...], 1, 0)
+
+    def tv(self, acc, p, v):
+        acc[...] = acc[...] + _product(p[...], v[...], 0, 0)
 
     def read(self, acc, in_flight: int, k):
         del in_flight
         return acc[...] + _read_again(k)
 
-    def wait(self, v):
+    def wait(self, v, in_flight: int = 0):
+        del in_flight
         _read_again(v)
+
+    def shares(self, blocks: int) -> tuple[int, ...]:
+        """The interpreter can't add: each block has an array of its own."""
+        return (blocks,)
+
+    def parcel(self, rows: int, cols: int) -> tuple[int, int]:
+        return rows, cols
+
+    def pack(self, buffer, tile):
+        buffer[...] = tile
+
+    def unpacked(self, parcels, rows: int, cols: int):
+        del rows, cols
+        return parcels
+
+    def add_to(self, ref, block, place, tile):
+        plgpu.copy_smem_to_gmem(tile, ref.at[block, *place])
+
+    def await_turn(self, ticket, turn):
+        del ticket, turn
+
+    def pass_turn(self, ticket):
+        del ticket
 
     def tile(self, buffer):
         return buffer[...]
@@ -121,17 +209,18 @@ class Twin:
         plgpu.commit_smem()
         return x
 
-    def band(self, buffer, shape, start, dtype):
+    def band(self, buffer, shape, start, sign: int, dtype):
         del dtype
         r, c = (lax.broadcasted_iota(jnp.int32, shape, d) for d in (0, 1))
-        return self.column(buffer)[start + r - c]
+        return self.column(buffer)[start + sign * (r - c)]
 
     def index(self, start, shape, dim: int, dtype):
         return (lax.broadcasted_iota(jnp.int32, shape, dim) + start).astype(dtype)
 
 
-def _product(x, y, dim: int):
-    return lax.dot_general(x, y, (((1,), (dim,)), ((), ())), preferred_element_type=jnp.float32)
+def _product(x, y, *dims: int):
+    dims = tuple((d,) for d in dims)
+    return lax.dot_general(x, y, (dims, ((), ())), preferred_element_type=jnp.float32)
 
 
 def _read_again(ref):

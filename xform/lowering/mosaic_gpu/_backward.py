@@ -1,0 +1,469 @@
+"""The backward kernel for Hopper (sm_90a): one pass, with the derivative of the user's code inside.
+
+Five products a tile instead of the seven of two passes: a block of the grid owns `warpgroups * kv`
+keys of one key/value head, walks along the queries that see them, keeps dK and dV in registers, and
+adds its share of dQ to memory by the copy engine (as FlashAttention-3 does, arXiv:2407.08608, and
+cuDNN). Tiles are transposed, keys first: P' and dS' then come out of the exponentials in the layout
+of a product's left operand, and dV and dK need no way through shared memory.
+
+    for each tile of queries:  S' = K Q'    dP' = V dO'
+                               P' = exp2(S' - lse)        dS' = P' (dP' + delta) slope
+                               dV += P' dO   dK += dS' Q   dQ += dS K
+
+dQ sums over all keys of the block: the warpgroups exchange dS' through shared memory, and each
+makes one half of the columns. The warpgroup that loads also sends dQ away, so that those that
+compute never wait for memory.
+
+Two orders of addition. Free: whoever comes first. In turns: the blocks of one head add to a tile of
+queries in the order in which they were launched, so that a second run gives the same bits. A block
+waits only for blocks that were launched before it, hence somebody always can go on; and as all of
+them walk in the same direction, each a little behind the one before, they rarely wait.
+
+Shapes: q, dO `[B,T,H,*]`, k, v `[B,S,K,*]`. D is a multiple of 32, V of 16, and `D + V` at most
+256: dK and dV are held in registers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from xform.lowering.mosaic_gpu import _plgpu as plgpu
+from xform.lowering.mosaic_gpu._call import (
+    LOG2E,
+    Call,
+    Place,
+    Walk,
+    int32,
+    lead,
+    row_layout,
+    swizzle_of,
+    tiled,
+)
+
+# Registers a thread: 65,536 of a multiprocessor in all.
+_COMPUTE_REGISTERS = 240
+_LOAD_REGISTERS = 24
+
+
+def backward(
+    call: Call, q, k, v, d_out, lse, delta, steps, operands, *,
+    sums: int, in_turns: bool, interpret=None,
+):  # fmt: skip
+    """Runs the kernel.
+
+    Args:
+      call: what is static; its score program returns the score, its derivative by the score, and
+        those by `sums` numbers that belong to a key or to none.
+      q, k, v: as above, bfloat16 or float16.
+      d_out: the cotangent of `sum_j p_ij v_j`, `[B,T,H,V]`, of the same dtype.
+      lse: log-sum-exp of base 2, `[B,H,T]`, T rounded up to whole tiles; infinite for a row that
+        there is not.
+      delta: the cotangent of `sum_j p_ij`, `[B,H,T]`, likewise.
+      steps: `(order [U,W,C], count [U,W,C,2], entries [U,W,C,N], turns [U,W,C,N])`, int32: see
+        `forward`, for the tiles of queries, of all heads of a group, that each block of keys walks
+        along; and when it is a block's turn to add to each. Empty where all tiles are full.
+      operands: those of `call.operands`.
+      sums: how many derivatives are summed over the queries.
+      in_turns: whether blocks add to dQ in turns.
+      interpret: parameters of the interpreter.
+
+    Returns:
+      dQ without the scale, `[B,T,H,D]`, float32; dK, dV; `sums` arrays `[B,K,S]`, float32, S
+      rounded up to whole blocks.
+    """
+    s, tiles = call.sizes, call.tiles
+    blocks = s.cols(tiles)
+    column = jax.ShapeDtypeStruct((s.batch, s.kv_heads, blocks * tiles.cols), jnp.float32)
+    shares = call.mma.shares(blocks)
+    half = s.qk_size // tiles.warpgroups
+    parts = (s.batch, s.heads, s.rows(tiles), tiles.warpgroups)
+    dq = jax.new_ref(jnp.zeros((*shares, *parts, *call.mma.parcel(tiles.q, half)), jnp.float32))
+    tickets = jax.new_ref(jnp.zeros(parts[:3], jnp.int32))
+    like = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)
+    dk, dv, *columns = plgpu.kernel(
+        _Backward(call, sums, in_turns).entry,
+        out_type=(like(k), like(v), *[column] * sums),
+        **call.grid(
+            s.kv_heads,
+            blocks,
+            together=not call.sparse if in_turns else call.cached(s.heads, s.q_len),
+        ),
+        num_threads=tiles.warpgroups + 1,
+        thread_name="warpgroup",
+        kernel_name="flex_attention_backward",
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True,
+            # No shared memory is both read and written by ordinary accesses of one warpgroup.
+            unsafe_no_auto_barriers=True,
+            lowering_semantics=plgpu.LoweringSemantics.Lane,
+        ),
+        **({"interpret": interpret} if interpret else {}),
+    )(q, k, v, d_out, lse, delta, *steps, *operands, dq, tickets)
+    total = dq[...].sum(0) if shares else dq[...]
+    total = call.mma.unpacked(total, tiles.q, half)  # [B,H,R,2,q,D/2]
+    total = total.transpose(0, 2, 4, 1, 3, 5).reshape(s.batch, -1, *q.shape[2:])
+    return total[:, : q.shape[1]], dk, dv, columns
+
+
+@dataclasses.dataclass(frozen=True)
+class _Backward:
+    """The body of the kernel; a method is what one warpgroup does."""
+
+    call: Call
+    sums: int
+    in_turns: bool
+
+    @property
+    def half(self) -> int:
+        """Columns of dQ that one warpgroup makes."""
+        return self.call.sizes.qk_size // self.call.tiles.warpgroups
+
+    @property
+    def group(self) -> int:
+        """Query heads of a key/value head."""
+        return self.call.sizes.heads // self.call.sizes.kv_heads
+
+    def entry(self, *refs):
+        """Allocates shared memory and sends each warpgroup to its work."""
+        call, s, t = self.call, self.call.sizes, self.call.tiles
+        n, groups, half, narrow = t.stages, t.warpgroups, self.half, call.narrow
+        ring = functools.partial(plgpu.Barrier, num_barriers=n)
+        accumulators = functools.partial(call.mma.accumulators, groups)
+        of_queries = plgpu.SMEM((n, t.q), jnp.float32)
+        scratch = {
+            # Of K each half of the columns is a tile of its own, so that a warpgroup can pick one.
+            "k": tiled((groups, groups, t.kv, half), narrow),
+            "v": tiled((groups, t.kv, s.v_size), narrow),
+            "q": tiled((n, t.q, s.qk_size), narrow, swizzle_of(half, narrow)),
+            "do": tiled((n, t.q, s.v_size), narrow),
+            "lse": of_queries,
+            "delta": of_queries,
+            "vectors": call.vector_buffers(n),
+            # Two slots: whoever writes one knows that all have read it, two steps ago.
+            "ds": tiled((2, groups, t.kv, t.q), narrow, swizzle_of(half, narrow)),
+            "dq": plgpu.SMEM((groups, *call.mma.parcel(t.q, half)), jnp.float32),
+            "column": plgpu.SMEM((groups, t.kv), jnp.float32),
+            "kv_full": plgpu.Barrier(num_arrivals=(groups + 1) * groups),
+            "q_full": ring(num_arrivals=2 + call.copies),
+            "do_full": ring(num_arrivals=2),
+            "q_free": ring(num_arrivals=groups),
+            "do_free": ring(num_arrivals=groups),
+            "ds_full": plgpu.Barrier(num_arrivals=groups),
+            "dq_full": plgpu.Barrier(num_arrivals=groups),
+            "dq_free": plgpu.Barrier(),
+            "clean": plgpu.Barrier(num_arrivals=groups),
+            "walked": plgpu.Barrier(num_arrivals=groups),
+            "accumulators": {
+                "s": accumulators(t.kv, t.q), "dp": accumulators(t.kv, t.q),
+                "dq": accumulators(t.q, half),
+                "dk": accumulators(t.kv, s.qk_size), "dv": accumulators(t.kv, s.v_size),
+            },
+        }  # fmt: skip
+        plgpu.run_scoped(
+            lambda scratch: self._body(refs, scratch), scratch, collective_axes="warpgroup"
+        )
+
+    def _body(self, refs, smem: dict):
+        call = self.call
+        n, m = (4 if call.sparse else 0), len(call.operands)
+        (q_ref, k_ref, v_ref, do_ref, lse_ref, delta_ref), refs = refs[:6], refs[6:]
+        steps, operands, (dq_ref, tickets_ref, *results) = refs[:n], refs[n : n + m], refs[n + m :]
+        batch, head, row = (lax.axis_index(name) for name in ("batch", "head", "row"))
+        walk = call.walk(batch, head, row, steps[:3])
+        warpgroup, count = lax.axis_index("warpgroup"), call.tiles.warpgroups
+
+        @plgpu.when(warpgroup < count)
+        def _():
+            plgpu.set_max_registers(_COMPUTE_REGISTERS, action="increase")
+            self._compute(walk, warpgroup, operands, results, smem)
+
+        @plgpu.when(warpgroup == count)
+        def _():
+            plgpu.set_max_registers(_LOAD_REGISTERS, action="decrease")
+            self._load_keys(walk, k_ref, v_ref, smem)
+            load = functools.partial(
+                self._load, walk, (q_ref, lse_ref), (do_ref, delta_ref), operands, smem
+            )
+            turn = functools.partial(self._turn, walk, row, steps)
+            self._serve(walk, load, turn, dq_ref, tickets_ref, smem)
+
+    def _entry(self, walk: Walk, i):
+        """The `i`-th entry of a walk, the last one beyond: read early, it comes from far away."""
+        return walk.col(jnp.clip(i, 0, jnp.maximum(walk.count - 1, 0)))
+
+    def _at(self, walk: Walk, entry):
+        """The query head and the first query of a tile of a walk; whether the tile is partial."""
+        head, partial, rows = walk.head, False, int32(self.call.sizes.rows(self.call.tiles))
+        if self.call.sparse:
+            partial, entry = lax.rem(entry, int32(2)) == 1, lax.div(entry, int32(2))
+        if self.group > 1:
+            head = head * self.group + lax.div(entry, rows)
+            entry = lax.rem(entry, rows)
+        return head, entry * self.call.tiles.q, partial
+
+    # -- the warpgroup that loads, and sends dQ away -----------------------------------------------
+
+    def _load_keys(self, walk: Walk, k_ref, v_ref, smem: dict):
+        t, full = self.call.tiles, smem["kv_full"]
+        for part in range(t.warpgroups):
+            keys = walk.batch, plgpu.ds(walk.row * t.cols + part * t.kv, t.kv), walk.head
+            for n in range(t.warpgroups):
+                cols = plgpu.ds(n * self.half, self.half)
+                plgpu.copy_gmem_to_smem(k_ref.at[*keys, cols], smem["k"].at[n, part], full)
+            plgpu.copy_gmem_to_smem(v_ref.at[*keys], smem["v"].at[part], full)
+
+    def _serve(self, walk: Walk, load, turn, dq_ref, tickets_ref, smem: dict):
+        """Adds to dQ what each step has made of it, and loads the next tile into its slot."""
+        t, mma, count = self.call.tiles, self.call.mma, walk.count
+        stages, entry = int32(t.stages), functools.partial(self._entry, walk)
+        plgpu.loop(0, jnp.minimum(count, stages))(lambda i: load(entry(i), i, again=False))
+
+        def place(entry):
+            head, q0, _ = self._at(walk, entry)
+            return walk.batch, head, lax.div(q0, int32(t.q))
+
+        def step(i, carry):
+            own, following, due = carry
+            then = entry(i + 1), entry(i + 1 + stages), turn(i + 1)
+            ticket = tickets_ref.at[*place(own)]
+            if self.in_turns:
+                mma.await_turn(ticket, due)
+            plgpu.barrier_wait(smem["dq_full"])
+            for n in range(t.warpgroups):
+                mma.add_to(dq_ref, walk.row, (*place(own), n), smem["dq"].at[n])
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            plgpu.barrier_arrive(smem["dq_free"])
+            if self.in_turns:
+                plgpu.wait_smem_to_gmem(0)
+                mma.pass_turn(ticket)
+            load_it = functools.partial(load, following, lax.rem(i, stages), again=True)
+            plgpu.when(i + stages < count)(load_it)
+            return then
+
+        lax.fori_loop(0, count, step, (entry(0), entry(stages), turn(int32(0))))
+        plgpu.wait_smem_to_gmem(0)
+
+        # Every phase that ends must be seen, also the last ones.
+        @plgpu.loop(jnp.maximum(count - stages, 0), count)
+        def _(i):
+            plgpu.barrier_wait(smem["q_free"].at[lax.rem(i, stages)])
+            plgpu.barrier_wait(smem["do_free"].at[lax.rem(i, stages)])
+
+    def _load(self, walk: Walk, queries, cotangents, operands, smem: dict, entry, slot, *, again):
+        """Fills a slot with a tile: queries first, they are needed first."""
+        call = self.call
+        head, q0, _ = self._at(walk, entry)
+        rows = plgpu.ds(q0, call.tiles.q)
+        names = ("q", "lse"), ("do", "delta")
+        for (name, per_row), (ref, row_ref) in zip(names, (queries, cotangents), strict=True):
+            full = smem[f"{name}_full"].at[slot]
+            free = smem[f"{name}_free"].at[slot]
+            if again:
+                plgpu.barrier_wait(free)
+            plgpu.copy_gmem_to_smem(ref.at[walk.batch, rows, head], smem[name].at[slot], full)
+            source = row_ref.at[walk.batch, head, rows]
+            plgpu.copy_gmem_to_smem(source, smem[per_row].at[slot], full)
+            if name == "q":
+                place = Place(q0, walk.row * call.tiles.cols)
+                call.copy_vectors(walk.b, head, place, operands, smem["vectors"], slot, full)
+
+    def _turn(self, walk: Walk, launched, steps, i):
+        """How many blocks add to tile `i` of the walk before this one."""
+        if not self.call.sparse:
+            return launched
+        turns_ref = steps[3]
+        i = jnp.clip(i, 0, jnp.maximum(walk.count - 1, 0))
+        return turns_ref[*lead(turns_ref, walk.b, walk.head), walk.row, i]
+
+    # -- the warpgroups that compute ---------------------------------------------------------------
+
+    def _compute(self, walk: Walk, warpgroup, operands, results, smem: dict):
+        call, t, s, mma = self.call, self.call.tiles, self.call.sizes, self.call.mma
+        buffers = smem["accumulators"]
+        k0 = walk.row * t.cols + warpgroup * t.kv
+        held = call.held(operands, walk.b, walk.head, k0) if self.group == 1 else None
+        plgpu.barrier_wait(smem["kv_full"])
+        if call.programs.mask is not None:
+            for n in range(t.warpgroups):
+                self._clean(smem["k"].at[n, warpgroup])
+            self._clean(smem["v"].at[warpgroup])
+            plgpu.commit_smem()
+
+        def accumulate(dk_acc):
+            def walk_tiles(dv_acc):
+                def step(i, carry):
+                    slot = lax.rem(i, int32(t.stages))
+                    entry, sums = carry
+                    following = self._entry(walk, i + 1)
+                    head, q0, partial = self._at(walk, entry)
+                    own = held or call.held(operands, walk.b, head, k0)
+                    place = Place(q0, k0)
+                    ds, new = self._weights(i, partial, place, own, warpgroup, dv_acc, smem)
+                    self._products(i, ds, warpgroup, slot, dk_acc, smem)
+                    return following, tuple(x + y for x, y in zip(sums, new, strict=True))
+
+                zeros = tuple(
+                    plgpu.layout_cast(jnp.zeros((t.kv,), jnp.float32), row_layout())
+                    for _ in range(self.sums)
+                )
+                first = self._entry(walk, int32(0))
+                _, sums = lax.fori_loop(0, walk.count, step, (first, zeros))
+                last = lax.rem(walk.count + t.stages - 1, int32(t.stages))
+                plgpu.when(walk.count > 0)(functools.partial(self._free_queries, last, 0, smem))
+                return dk_acc[...], dv_acc[...], sums
+
+            return mma.scoped(walk_tiles, buffers["dv"], warpgroup, (t.kv, s.v_size))
+
+        dk, dv, sums = mma.scoped(accumulate, buffers["dk"], warpgroup, (t.kv, s.qk_size))
+        plgpu.when(walk.count > 0)(lambda: plgpu.barrier_wait(smem["dq_free"]))
+        self._finish(walk, warpgroup, k0, dk, dv, sums, results, smem)
+
+    def _weights(self, i, partial, place: Place, held, warpgroup, dv_acc, smem: dict):
+        """Makes dS' of a tile, and what it adds to the sums; issues dV, which may still run."""
+        call, mma, shape = self.call, self.call.mma, self.call.shape
+        buffers, narrow = smem["accumulators"], self.call.narrow
+        # A value that the compiler can't see through: it keeps the descriptors of the products
+        # from being hoisted out of the loop, all of them into registers.
+        w = lax.optimization_barrier(warpgroup)
+        stages = int32(call.tiles.stages)
+        slot, last = lax.rem(i, stages), lax.rem(i + stages - 1, stages)
+        q_tile, do_tile = smem["q"].at[slot], smem["do"].at[slot]
+        over_queries = lambda x: lax.broadcast_in_dim(x, shape, [1])
+
+        def scores(s_acc):
+            def derivatives(dp_acc):
+                plgpu.barrier_wait(smem["q_full"].at[slot])
+                self._clean_shared(partial, warpgroup, q_tile, smem)
+                for n in range(call.tiles.warpgroups):
+                    part = q_tile.at[:, plgpu.ds(n * self.half, self.half)]
+                    mma.qk(s_acc, smem["k"].at[n, w], part)
+                plgpu.barrier_wait(smem["do_full"].at[slot])
+                self._clean_shared(partial, warpgroup, do_tile, smem)
+                mma.qk(dp_acc, smem["v"].at[w], do_tile)
+                s_tile = mma.read(s_acc, 1, q_tile)  # dP' still runs; dK of the last step is done
+                free = functools.partial(self._free_queries, last, 1, smem)
+                plgpu.when(i > 0)(free)
+                values = call.values(held, smem["vectors"], slot, warpgroup * call.tiles.kv)
+                t_tile, slope, *numbers = self._modified(s_tile, place, values)
+                delta = lambda: over_queries(mma.column(smem["delta"].at[slot]))
+                p = jnp.exp2(t_tile - over_queries(mma.column(smem["lse"].at[slot])))
+                # A row whose cotangent was not finite has such a delta, and tells by it.
+                hide = lambda p: jnp.where(call.visible(place, values), p + 0 * delta(), 0.0)
+                p = self._where(partial, p, hide)
+                kept = None
+                if call.programs.dropout is not None:
+                    kept = call.run(call.programs.dropout, place, values)
+                mma.pv(dv_acc, (p if kept is None else p * kept).astype(narrow), do_tile)
+                if slope is not None and not numbers:
+                    p = p * slope
+                dp = mma.read(dp_acc, 1, smem["v"].at[w])  # dV still runs
+                dp = dp if kept is None else dp * kept
+                ds = p * (dp + delta())
+                # What a weight of 0 multiplies counts for nothing, NaN included.
+                seen = lambda x: self._where(partial, x, lambda x: jnp.where(p == 0.0, 0.0, x))
+                sums = [seen(ds * x).sum(axis=1) for x in numbers]
+                return seen(ds * slope if numbers else ds).astype(narrow), sums
+
+            return mma.scoped(derivatives, buffers["dp"], warpgroup, shape)
+
+        return mma.scoped(scores, buffers["s"], warpgroup, shape)
+
+    def _clean(self, tile):
+        """Puts 0 where a tile is not finite.
+
+        `0 * NaN` is NaN, so a product would not keep hidden what is hidden. Who sees such a key has
+        no finite output, and learns of it by the statistics of its row.
+        """
+        x = self.call.mma.tile(tile)
+        tile[...] = jnp.where(jnp.abs(x.astype(jnp.float32)) < jnp.inf, x, jnp.zeros_like(x))
+
+    def _clean_shared(self, partial, warpgroup, tile, smem: dict):
+        """The same for a tile that both warpgroups read, where something is hidden."""
+
+        def clean():
+            @plgpu.when(warpgroup == 0)
+            def _():
+                self._clean(tile)
+                plgpu.commit_smem()
+
+            plgpu.barrier_arrive(smem["clean"])
+            plgpu.barrier_wait(smem["clean"])
+
+        if self.call.programs.mask is not None:
+            plgpu.when(partial)(clean)
+
+    def _modified(self, s_tile, place: Place, values):
+        """The modified scores as exponents of 2, their derivative by the score, and by the rest."""
+        programs = self.call.programs
+        if programs.score is None:
+            return s_tile * (programs.scale * LOG2E), None
+        t_tile, slope, *numbers = self.call.run(
+            programs.score, place, values, s_tile * programs.scale
+        )
+        return t_tile * LOG2E, slope, *numbers
+
+    def _where(self, partial, x, masked: Callable):
+        """`masked(x)` where the tile is partial."""
+        return lax.cond(partial, masked, lambda x: x, x) if self.call.masked else x
+
+    def _products(self, i, ds, warpgroup, slot, dk_acc, smem: dict):
+        """Adds a tile to dK and dQ."""
+        t, mma = self.call.tiles, self.call.mma
+        ds_slot, q_tile = lax.rem(i, int32(2)), smem["q"].at[slot]
+        smem["ds"].at[ds_slot, warpgroup][...] = ds
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(smem["ds_full"])
+        plgpu.barrier_wait(smem["ds_full"])
+
+        def queries(dq_acc):
+            w = lax.optimization_barrier(warpgroup)
+            for part in range(t.warpgroups):
+                mma.tv(dq_acc, smem["ds"].at[ds_slot, part], smem["k"].at[w, part])
+            mma.pv(dk_acc, ds, q_tile)
+            mma.wait(smem["do"].at[slot], 3)  # dV is done
+            plgpu.barrier_arrive(smem["do_free"].at[slot])
+            return mma.read(dq_acc, 1, smem["ds"].at[ds_slot])  # dK still runs
+
+        dq = mma.scoped(queries, smem["accumulators"]["dq"], warpgroup, (t.q, self.half))
+        plgpu.when(i > 0)(lambda: plgpu.barrier_wait(smem["dq_free"]))
+        mma.pack(smem["dq"].at[lax.optimization_barrier(warpgroup)], dq)
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(smem["dq_full"])
+
+    def _free_queries(self, slot, in_flight: int, smem: dict):
+        """Gives the queries of a slot back, when dK is done."""
+        self.call.mma.wait(smem["q"].at[slot], in_flight)
+        plgpu.barrier_arrive(smem["q_free"].at[slot])
+
+    def _finish(self, walk: Walk, warpgroup, k0, dk, dv, sums, results, smem: dict):
+        """Writes a warpgroup's keys, by way of the buffers of K and V once nobody reads them."""
+        call, t = self.call, self.call.tiles
+        dk_ref, dv_ref, *columns = results
+        keys = plgpu.ds(k0, t.kv)
+        plgpu.barrier_arrive(smem["walked"])
+        plgpu.barrier_wait(smem["walked"])
+        dk = dk * call.programs.scale
+        buffer = smem["v"].at[warpgroup]
+        buffer[...] = dv.astype(call.narrow)
+        for n in range(t.warpgroups):
+            part = dk[:, n * self.half : (n + 1) * self.half]
+            smem["k"].at[n, warpgroup][...] = part.astype(call.narrow)
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(buffer, dv_ref.at[walk.batch, keys, walk.head])
+        for n in range(t.warpgroups):
+            cols = plgpu.ds(n * self.half, self.half)
+            place = dk_ref.at[walk.batch, keys, walk.head, cols]
+            plgpu.copy_smem_to_gmem(smem["k"].at[n, warpgroup], place)
+        buffer = smem["column"].at[warpgroup]
+        for column, ref in zip(sums, columns, strict=True):
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            buffer[...] = column
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(buffer, ref.at[walk.batch, walk.head, keys])
+        plgpu.wait_smem_to_gmem(0)
