@@ -13,7 +13,15 @@ from jax import lax
 
 from xform.lowering.mosaic_gpu import _plgpu as plgpu
 from xform.lowering.mosaic_gpu._ops import evaluate
-from xform.lowering.mosaic_gpu._program import BAND, COL, ROW, SCALAR, Operand, TileProgram
+from xform.lowering.mosaic_gpu._program import (
+    BAND,
+    COL,
+    ROW,
+    SCALAR,
+    TILE,
+    Operand,
+    TileProgram,
+)
 from xform.lowering.mosaic_gpu._tuning import Tiles
 from xform.lowering.mosaic_gpu._twins import Hardware, Twin
 
@@ -176,7 +184,10 @@ class Call:
     # -- the user's code ---------------------------------------------------------------------------
 
     def held(self, refs, walk: Walk, q0) -> list:
-        """Of each operand its scalar or its vector over rows from `q0` on; None for a vector."""
+        """Of each operand what stays: its scalar, its vector over rows from `q0` on, or its array.
+
+        None for a vector that travels with the keys.
+        """
         return [
             self._held(ref, operand, walk, q0)
             for ref, operand in zip(refs, self.operands, strict=True)
@@ -190,6 +201,8 @@ class Call:
         return values
 
     def _held(self, ref, operand: Operand, walk: Walk, q0):
+        if operand.pair == TILE:
+            return ref
         b, h = lead(ref, walk.b, walk.head)
         if operand.pair == SCALAR:
             return _as(ref[b, h], operand.dtype)
@@ -245,9 +258,7 @@ class Call:
         """One program on one tile."""
         earlier = self.programs.all[: self.programs.all.index(program)]
         first = sum(len(other.operands) for other in earlier)
-        operands = [
-            self._spread(values[first + n], operand) for n, operand in enumerate(program.operands)
-        ]
+        operands = self._taken(program, values[first : first + len(program.operands)])
         indices = [
             self._true_index(start, dim, dtype) if dtype in program.indices[dim] else None
             for dtype in (jnp.int32, jnp.float32)
@@ -255,6 +266,18 @@ class Call:
         ]
         (out,) = evaluate(program.jaxpr, [*score, *indices, *operands], self._join)
         return jnp.full(self.shape, out, jnp.asarray(out).dtype) if jnp.ndim(out) == 0 else out
+
+    def _taken(self, program: TileProgram, values) -> list:
+        """What a program takes of its operands' values on one tile."""
+        taken, left = [], list(zip(values, program.operands, strict=True))
+        while left:
+            x, operand = left.pop(0)
+            if operand.lookup is not None:
+                count = len(operand.lookup.classes)
+                at, left = [self._spread(*pair) for pair in left[:count]], left[count:]
+                x = self.mma.lookup(x, operand.lookup, at, self.shape, operand.stored)
+            taken.append(self._spread(x, operand))
+        return taken
 
     def _true_index(self, start, dim: int, dtype):
         """The indices of a tile, those of the padding clipped to the last one."""

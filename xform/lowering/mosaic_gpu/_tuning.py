@@ -14,7 +14,7 @@ import math
 from collections.abc import Iterator, Sequence
 from importlib import resources
 
-from xform.lowering.mosaic_gpu._program import BAND, COL, TileProgram
+from xform.lowering.mosaic_gpu._program import BAND, COL, TILE, TileProgram
 
 SIZES, LENGTHS, MODS = (64, 128, 256), ("short", "long"), ("plain", "mask", "score", "vectors")
 """The classes of a call: its larger head size is at most that; see `length_class`, `mods_class`."""
@@ -56,15 +56,18 @@ class Tiles:
 
         Args:
           qk_size, v_size: head sizes.
-          vectors: COL or BAND for each vector that travels with the keys.
+          vectors: COL or BAND for each vector that travels with the keys, and TILE for each array
+            that is looked up.
         """
         qk_size, v_size = (-(-size // 16) * 16 for size in (qk_size, v_size))  # they are padded
         # The output's tile and the scores' in float32, the weights' in 16 bits, over 128 threads.
-        tile = self.q * (4 * v_size + 4 * self.kv + 2 * self.kv) // (4 * 128)
+        # What is looked up is another tile in float32, of which one half is needed at a time.
+        looked_up = 2 * vectors.count(TILE) * self.kv
+        tile = self.q * (4 * v_size + 4 * self.kv + 2 * self.kv + looked_up) // (4 * 128)
         if tile + _SPARE > REGISTERS[self.warpgroups]:
             return False
         out = min(2 if v_size <= 128 else 1, max(1, v_size // 64))
-        width = {COL: self.kv, BAND: self.kv + self.rows}
+        width = {COL: self.kv, BAND: self.kv + self.rows, TILE: 0}
         buffers = [
             2 * self.rows * qk_size,
             2 * self.stages * self.kv * qk_size,
@@ -92,9 +95,9 @@ def mods_class(programs: Sequence[TileProgram | None]) -> str:
 
 
 def vectors_of(programs: Sequence[TileProgram | None]) -> list[str]:
-    """What the programs read that travels with the keys."""
+    """What the programs read that travels with the keys, or is looked up."""
     operands = [operand for program in programs if program for operand in program.operands]
-    return [operand.pair for operand in operands if operand.pair in (COL, BAND)]
+    return [operand.pair for operand in operands if operand.pair in (COL, BAND, TILE)]
 
 
 def tiles_of(

@@ -15,7 +15,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from xform.lowering.mosaic_gpu import _plgpu as plgpu
-from xform.lowering.mosaic_gpu._fragments import band_tile, index_tile
+from xform.lowering.mosaic_gpu._fragments import band_tile, index_tile, lookup_tile
+from xform.lowering.mosaic_gpu._lookup import Lookup
 
 
 class Hardware:
@@ -68,6 +69,19 @@ class Hardware:
             return band_tile(ref, start.registers.item(), shape, signed)
 
         return tile(buffer, start)  # the context is Mosaic's to give
+
+    def lookup(self, ref, lookup: Lookup, indices: list, shape, dtype):
+        """The tile of what is looked up in global memory; an index is a scalar or a tile."""
+        signed = None if jnp.issubdtype(dtype, jnp.floating) else dtype == jnp.int32
+        whole = lambda x: plgpu.layout_cast(jnp.broadcast_to(x, shape), plgpu.Layout.WGMMA)
+        tiles = [jnp.maximum(whole(x), 0) for x in indices]
+
+        @_inline(shape, dtype, plgpu.RefType(), *[plgpu.Layout.WGMMA] * len(tiles))
+        def tile(ctx, ref, *indices):
+            del ctx
+            return lookup_tile(ref, lookup.dims, indices, signed)
+
+        return filled(tile(ref, *tiles), lookup, indices)
 
     def index(self, start, shape, dim: int, dtype):
         """The tile `start + r`, or `start + c` with `dim=1`, int32 or float32."""
@@ -126,8 +140,24 @@ class Twin:
         r, c = (lax.broadcasted_iota(jnp.int32, shape, d) for d in (0, 1))
         return self.column(buffer)[start + r - c]
 
+    def lookup(self, ref, lookup: Lookup, indices: list, shape, dtype):
+        at: list = [0] * len(ref.shape)
+        for dim, index in zip(lookup.dims, indices, strict=True):
+            at[dim] = jnp.maximum(jnp.broadcast_to(index, shape), 0)
+        return filled(ref[...][tuple(at)].astype(dtype), lookup, indices)
+
     def index(self, start, shape, dim: int, dtype):
         return (lax.broadcasted_iota(jnp.int32, shape, dim) + start).astype(dtype)
+
+
+def filled(tile, lookup: Lookup, indices: list):
+    """What is looked up, and where an index is negative what is read out of range."""
+    if lookup.fill is None:
+        return tile
+    for index in indices:
+        outside = jnp.broadcast_to(index < 0, tile.shape)
+        tile = jnp.where(outside, jnp.asarray(lookup.fill, tile.dtype), tile)
+    return tile
 
 
 def _product(x, y, dim: int):
