@@ -39,6 +39,14 @@ MODS = {
     "table": {"score_mod": lambda s, b, h, q, k: s + TABLE[h, q - k + 2048]},
     "rows and columns": {"score_mod": lambda s, b, h, q, k: s * TABLE[h, q] + TABLE[0, k]},
     "pairs": {"score_mod": lambda s, b, h, q, k: s + PAIRS[h, q, k], "mask_mod": causal()},
+    "filled": {
+        "score_mod": lambda s, b, h, q, k: (
+            s + PAIRS.at[h, q - 3, k + 990].get(mode="fill", fill_value=1.0)
+        )
+    },
+    "select": {
+        "score_mod": lambda s, b, h, q, k: jnp.select([s > 1, s > 0, q > k], [s, 2 * s, -s], 0.5)
+    },
     "graph": {"mask_mod": lambda b, h, q, k: GRAPH[q, k]},
     "bits": {"mask_mod": lambda b, h, q, k: (BITS[q, k // 32] >> (k % 32)) & 1 == 1},
 }
@@ -106,7 +114,7 @@ HARD = [
     "rows without a key", "a batch without a key", "no visible pair", "more queries than keys",
     "hidden NaN", "a NaN that is seen", "odd sizes", "five to one", "one query", "float16",
     "scores of ten thousand", "scores near minus ten thousand", "the mod ignores its score",
-    "a mod that is NaN where hidden", "reads out of range",
+    "a mod that is NaN where hidden", "soft cap, bias, window and sinks",
 ]  # fmt: skip
 
 

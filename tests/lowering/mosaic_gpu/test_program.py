@@ -45,6 +45,28 @@ SCORES = {
         lambda s, b, h, q, k: s + PAIRS[0, q + 5, k - 50],
         [("", TILE), ("", SCALAR), ("", ROW), ("", COL)],
     ),
+    "select": (
+        lambda s, b, h, q, k: jnp.select([s > 1, s > 0, q > k], [s, 2 * s, -s], 0.0),
+        [],
+    ),
+    "largest of three": (lambda s, b, h, q, k: jnp.max(jnp.array([s, -s, s * s - 1])), []),
+    "one of three": (
+        lambda s, b, h, q, k: jnp.array([s, -s, s * s])[(q - k) % 3],
+        [("", BAND)] * 2,
+    ),
+    "which is largest": (
+        lambda s, b, h, q, k: s + jnp.argmax(jnp.array([s, -s, s * s])),
+        [],
+    ),
+    "polynomial": (
+        lambda s, b, h, q, k: jnp.polyval(jnp.array([0.1, -1.0, 2.0]), s),
+        [("", SCALAR)] * 3,
+    ),
+    "vectors": (
+        lambda s, b, h, q, k: s + jnp.dot(PAIRS[0, q, :3], PAIRS[1, k, :3]),
+        [("", ROW)] * 3 + [("", COL)] * 3,
+    ),
+    "steps": (lambda s, b, h, q, k: jax.lax.fori_loop(0, 3, lambda i, x: x * 0.5 + i, s), []),
     "branch": (lambda s, b, h, q, k: jax.lax.cond(q > k, lambda: s, lambda: -s), []),
 }
 MASKS = {

@@ -8,10 +8,15 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
-from jax.core import ShapedArray
+import numpy as np
+from jax import lax
+from jax.core import ShapedArray, Tracer
 
 from xform._compat import Jaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
 from xform.jaxpr import eqn_rule, interpret
+
+# Steps of a loop that are written out.
+_UNROLLED = 64
 
 SCALAR, ROW, COL, BAND, TILE = "", "q", "k", "q-k", "qk"
 """What a value may depend on beside the head: nothing, the query, the key, their difference, both.
@@ -68,11 +73,16 @@ def aval_of(v: Var | Literal) -> ShapedArray:
 
 
 def _bind(eqn: JaxprEqn, *args):
-    return eqn.primitive.bind(*args, **eqn.primitive.get_bind_params(eqn.params))
+    """An equation as it is; one of constants alone becomes a constant."""
+    bind = functools.partial(eqn.primitive.bind, **eqn.primitive.get_bind_params(eqn.params))
+    if any(isinstance(x, Tracer) for x in args) or any(aval_of(v).ndim for v in eqn.outvars):
+        return bind(*args)
+    with jax.ensure_compile_time_eval():
+        return jax.tree.map(np.asarray, bind(*args))
 
 
 def flatten(jaxpr: Jaxpr) -> Jaxpr:
-    """The same program without calls; of a `cond`, both branches and a choice between them."""
+    """The same program without calls and short loops; of a `cond`, both branches and a choice."""
 
     def choose(eqn: JaxprEqn, which, *args):
         results = [jaxpr_as_fun(branch)(*args) for branch in eqn.params["branches"]]
@@ -82,9 +92,28 @@ def flatten(jaxpr: Jaxpr) -> Jaxpr:
         )
         return [pick(*xs) for xs in zip(*results, strict=True)]
 
-    run = interpret(jaxpr, {"cond": eqn_rule(choose)}, default=_bind)
+    def unroll(eqn: JaxprEqn, *args):
+        if eqn.params["length"] > _UNROLLED:
+            return _bind(eqn, *args)
+        inner, ys = eqn.params["jaxpr"], []
+        # What is scanned, and stacked, has one dimension more outside.
+        same = lambda x, y: aval_of(x).ndim == aval_of(y).ndim
+        carries = sum(map(same, eqn.outvars, inner.outvars))
+        consts = sum(map(same, eqn.invars, inner.invars)) - carries
+        body = jaxpr_as_fun(inner)
+        fixed, carry, xs = args[:consts], args[consts : consts + carries], args[consts + carries :]
+        steps = range(eqn.params["length"])
+        for i in reversed(steps) if eqn.params["reverse"] else steps:
+            outs = body(*fixed, *carry, *(lax.index_in_dim(x, i, keepdims=False) for x in xs))
+            carry, y = outs[:carries], outs[carries:]
+            ys.append(y)
+        ys = reversed(ys) if eqn.params["reverse"] else ys
+        return [*carry, *(jnp.stack(y) for y in zip(*ys, strict=True))]
+
+    rules = {"cond": eqn_rule(choose), "scan": eqn_rule(unroll)}
+    run = interpret(jaxpr, rules, default=_bind)
     structs = [jax.ShapeDtypeStruct(aval_of(v).shape, aval_of(v).dtype) for v in jaxpr.invars]
     flat = jax.make_jaxpr(run)(*structs)
     # Branches and derivatives by name may hold calls of their own.
-    again = jax.make_jaxpr(interpret(flat, {}, default=_bind))(*structs)
+    again = jax.make_jaxpr(interpret(flat, rules, default=_bind))(*structs)
     return again.jaxpr if hasattr(again, "jaxpr") else again

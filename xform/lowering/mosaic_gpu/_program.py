@@ -41,6 +41,7 @@ from xform.lowering.mosaic_gpu._classes import (
 )
 from xform.lowering.mosaic_gpu._lookup import Lookup, of_eqn, of_read
 from xform.lowering.mosaic_gpu._ops import OPS
+from xform.lowering.mosaic_gpu._scalars import scalars
 
 # Worth a vector of its own, where it depends on the difference of the indices alone.
 _CHEAP = {
@@ -161,7 +162,9 @@ def split(jaxpr: Jaxpr, *, score: bool, reads: Sequence[Read] | None = None) -> 
     flat = flatten(jaxpr)
     loaded = [_class_of_read(read) for read in reads or ()]
     arrays = loaded if score else [Class()] * (len(flat.invars) - 4)
-    classes = classify(flat, [*[Class("", TILE)] * score, *INDICES, *arrays])
+    given = [*[Class("", TILE)] * score, *INDICES, *arrays]
+    flat = scalars(flat, classify(flat, given))
+    classes = classify(flat, given)
     return _Splitter(flat, score, classes, tuple(reads or ())).result()
 
 
