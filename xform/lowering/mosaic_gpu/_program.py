@@ -360,15 +360,6 @@ def _load_one(read: Read, capture, b, h, q, k, context):
     return value.astype(jnp.float32) if jnp.issubdtype(value.dtype, jnp.floating) else value
 
 
-def _load_one(read: Read, capture, b, h, q, k, context):
-    """What a scalar evaluation of the mod reads, floating numbers widened."""
-    starts = None
-    if read.index is not None:
-        starts = jaxpr_as_fun(read.index)(b, h, q, k, *context)[0]
-    value = dataclasses.replace(read, dims="").load(capture, starts)
-    return value.astype(jnp.float32) if jnp.issubdtype(value.dtype, jnp.floating) else value
-
-
 def _class_of_read(read: Read) -> Class:
     if read.index is None:
         return Class()
