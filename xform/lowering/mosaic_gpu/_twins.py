@@ -41,6 +41,19 @@ class Hardware:
     def pv(self, acc, p, v):
         plgpu.wgmma(acc, p, v)
 
+    def add(self, acc, x, y, free: int):
+        """Adds a product to `acc`, `free` is the dimension of `y` that is not summed over."""
+        plgpu.wgmma(acc, x, y if free else y.T)
+
+    def wait_for(self, in_flight: int, *operands):
+        """Waits until at most so many products run; `operands` are those of the last one done."""
+        del operands
+        plgpu.wgmma_wait(in_flight)
+
+    def vector(self, ref, dim: int):
+        """A vector over rows with `dim=1`, over columns with `dim=0`, from global memory."""
+        return plgpu.load(ref, layout=plgpu.Layout.WGMMA.reduce(dim), optimized=False)
+
     def read(self, acc, in_flight: int, k):
         """The result of a product, once at most `in_flight` later ones still run."""
         del k
@@ -119,6 +132,18 @@ class Twin:
 
     def pv(self, acc, p, v):
         acc[...] = acc[...] + _product(p, v[...], 0)
+
+    def add(self, acc, x, y, free: int):
+        acc[...] = acc[...] + _product(x[...], y[...], 0 if free else 1)
+
+    def wait_for(self, in_flight: int, *operands):
+        del in_flight
+        for operand in operands:
+            _read_again(operand)
+
+    def vector(self, ref, dim: int):
+        del dim
+        return ref[...]
 
     def read(self, acc, in_flight: int, k):
         del in_flight
