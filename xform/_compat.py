@@ -62,11 +62,11 @@ def lower_with_devices(primitive: Primitive) -> None:
     prim_requires_devices_during_lowering.add(primitive)
 
 
-def compute_capability(ctx) -> str | None:
-    """Returns that of the GPUs that a program is lowered for; None if they are not here."""
+def cuda_device(ctx) -> tuple[str | None, str | None]:
+    """Returns compute capability and kind of the GPUs that a program is lowered for, if known."""
     backend = ctx.module_context.backend
-    devices = backend.local_devices() if backend is not None else []
-    return next((getattr(d, "compute_capability", None) for d in devices), None)
+    first = next(iter(backend.local_devices()), None) if backend is not None else None
+    return getattr(first, "compute_capability", None), getattr(first, "device_kind", None)
 
 
 def found_races() -> bool:

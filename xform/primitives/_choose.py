@@ -17,10 +17,12 @@ class Device(NamedTuple):
     Attributes:
       platform: "cpu", "cuda", "tpu", ....
       capability: of an NVIDIA GPU, such as "9.0"; None where it is not known.
+      kind: what JAX calls it, such as "NVIDIA H200"; None where it is not known.
     """
 
     platform: str
     capability: str | None = None
+    kind: str | None = None
 
 
 class Choice(NamedTuple):

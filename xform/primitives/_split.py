@@ -33,7 +33,7 @@ from jax.experimental.custom_partitioning import (
 from jax.interpreters import mlir
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from xform._compat import Primitive, apply_primitive, compute_capability, lower_with_devices
+from xform._compat import Primitive, apply_primitive, cuda_device, lower_with_devices
 from xform.lowering._tile_fn import COL, ROW, Kind
 from xform.primitives._choose import Device
 
@@ -264,7 +264,7 @@ def splittable(primitive: Primitive, layouts: Callable, impl: Callable) -> None:
 
     def rule(ctx, *args, platform=None, **params):
         platform = platform or "/".join(ctx.module_context.platforms)
-        device = Device(platform, compute_capability(ctx) if platform == "cuda" else None)
+        device = Device(platform, *(cuda_device(ctx) if platform == "cuda" else ()))
         operands, on = ctx.avals_in, ctx.module_context.axis_context
         mesh, layout = operands[0].sharding.mesh, layouts(*operands, **params)
         local = partial(impl, device=device, **params)

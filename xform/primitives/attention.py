@@ -301,7 +301,8 @@ def _impl(*args, origin, outs, device, spec, hidden, dtype, peak, implementation
     if chosen == "mosaic_gpu":
         from xform.lowering import mosaic_gpu
 
-        return mosaic_gpu.attend(spec, block_map, *arrays, origin=origin, dtype=dtype)
+        options = dict(origin=origin, dtype=dtype, device=device.kind)
+        return mosaic_gpu.attend(spec, block_map, *arrays, **options)
     out, top, total, *argmax = blockwise.attend(spec, block_map, *arrays, origin=origin, peak=peak)
     return [out.astype(dtype), top, total, *((top, *argmax) if peak else ())]
 

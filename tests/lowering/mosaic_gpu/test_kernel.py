@@ -26,6 +26,9 @@ from xform.primitives.block_map import block_map
 ROOT = Path(__file__).parents[3]
 SLOPES, TABLE = jnp.arange(4.0), jnp.zeros((4, 4096))
 IDS = jnp.arange(1024) // 100
+PAIRS = jax.random.normal(jax.random.key(1), (4, 1024, 1024), jnp.bfloat16)
+GRAPH = jax.random.bernoulli(jax.random.key(2), 0.1, (1024, 1024))
+BITS = jax.random.bits(jax.random.key(3), (1024, 32), jnp.uint32).astype(jnp.int32)
 MODS = {
     "no mods": {},
     "causal": {"mask_mod": causal()},
@@ -35,13 +38,24 @@ MODS = {
     "soft cap": {"score_mod": lambda s, b, h, q, k: 30 * jnp.tanh(s / 30), "mask_mod": causal()},
     "table": {"score_mod": lambda s, b, h, q, k: s + TABLE[h, q - k + 2048]},
     "rows and columns": {"score_mod": lambda s, b, h, q, k: s * TABLE[h, q] + TABLE[0, k]},
+    "pairs": {"score_mod": lambda s, b, h, q, k: s + PAIRS[h, q, k], "mask_mod": causal()},
+    "filled": {
+        "score_mod": lambda s, b, h, q, k: (
+            s + PAIRS.at[h, q - 3, k + 990].get(mode="fill", fill_value=1.0)
+        )
+    },
+    "select": {
+        "score_mod": lambda s, b, h, q, k: jnp.select([s > 1, s > 0, q > k], [s, 2 * s, -s], 0.5)
+    },
+    "graph": {"mask_mod": lambda b, h, q, k: GRAPH[q, k]},
+    "bits": {"mask_mod": lambda b, h, q, k: (BITS[q, k // 32] >> (k % 32)) & 1 == 1},
 }
 VARIANTS = [
     *[("causal", size, "bfloat16") for size in (16, 64, 96, 128, 256)],
     *[(name, 128, "bfloat16") for name in MODS if name != "causal"],
     *[("alibi", 64, "float16"), ("table", 64, "float16"), ("soft cap", 256, "float16")],
 ]
-QUICK = [("causal", 128, "bfloat16"), ("alibi", 128, "bfloat16"), ("causal", 256, "bfloat16")]
+QUICK = [("causal", 128, "bfloat16"), ("alibi", 128, "bfloat16"), ("pairs", 128, "bfloat16")]
 
 
 @pytest.mark.parametrize(
@@ -100,7 +114,7 @@ HARD = [
     "rows without a key", "a batch without a key", "no visible pair", "more queries than keys",
     "hidden NaN", "a NaN that is seen", "odd sizes", "five to one", "one query", "float16",
     "scores of ten thousand", "scores near minus ten thousand", "the mod ignores its score",
-    "a mod that is NaN where hidden", "reads out of range",
+    "a mod that is NaN where hidden", "soft cap, bias, window and sinks",
 ]  # fmt: skip
 
 
@@ -147,7 +161,7 @@ def test_says_what_would_run_and_why():
         "blockwise", "no kernel: the program is for cpu, not for an NVIDIA GPU"
     )
     wide = jnp.ones((1, 8, 2, 16), jnp.float32)
-    _, why = which(wide, wide, wide, score_mod=lambda s, b, h, q, k: s + TABLE[q % 4, k])
+    _, why = which(wide, wide, wide, score_mod=lambda s, b, h, q, k: s + TABLE[0, q * k])
     assert "q, k and v are float32" in why
     assert "in `score_mod`: a read of an array at an index that mixes query and key" in why
 

@@ -40,6 +40,16 @@ def _spread(values, like):
         (lax.erfc, X, 1e-6),
         (lambda x: x**2.5, POSITIVE, 1e-5),
         (lambda x: x**3, X, 1e-6),
+        (jnp.arctan, X, 1e-6),
+        (jnp.arcsin, X / 30, 1e-6),
+        (jnp.arccos, X / 30, 1e-6),
+        (jnp.sinh, X, 2e-6),
+        (jnp.cosh, X, 2e-6),
+        (jnp.arcsinh, X * 1e6, 2e-6),
+        (jnp.arcsinh, X, 2e-6),
+        (lax.acosh, 1 + POSITIVE, 2e-6),
+        (jnp.arctanh, X / 31, 2e-6),
+        (jnp.cbrt, X, 2e-6),
         (lambda x: x**-2, POSITIVE, 1e-6),
         (lambda x: x / 30.0, X, 1e-6),
         (lambda x: lax.reduce_precision(x, 8, 7), X, 0),
@@ -61,6 +71,7 @@ def test_powers_of_negative_numbers():
 def test_whole_numbers():
     x = jnp.array([0, 1, 7, -1, -12345, 2**31 - 1], jnp.int32)
     np.testing.assert_array_equal(run(lax.population_count, x), lax.population_count(x))
+    np.testing.assert_array_equal(run(lax.clz, x), lax.clz(x))
     np.testing.assert_array_equal(run(lambda x: ~x, x), ~x)
     np.testing.assert_array_equal(run(lambda x: jnp.logical_not(x > 3), x), x <= 3)
 

@@ -6,13 +6,16 @@ import numpy as np
 import pytest
 from jax.extend.core import jaxpr_as_fun
 
-from xform.lowering.mosaic_gpu._program import BAND, COL, ROW, SCALAR, split
+from xform.lowering.mosaic_gpu._program import BAND, COL, ROW, SCALAR, TILE, split
 from xform.primitives._mods import take_apart
 
 HEADS, LENGTH = 4, 40
 SLOPES = 2.0 ** -jnp.arange(HEADS)
 TABLE = jax.random.normal(jax.random.key(0), (HEADS, 2 * LENGTH))
 IDS = jnp.arange(LENGTH) // 7
+PAIRS = jax.random.normal(jax.random.key(1), (HEADS, LENGTH, LENGTH))
+GRAPH = jax.random.bernoulli(jax.random.key(2), 0.3, (LENGTH, LENGTH))
+BITS = jax.random.bits(jax.random.key(3), (LENGTH, 2), jnp.uint32)
 
 SCORES = {
     "slope by distance": (lambda s, b, h, q, k: s - SLOPES[h] * (q - k), [("h", SCALAR)]),
@@ -26,6 +29,44 @@ SCORES = {
         lambda s, b, h, q, k: s * TABLE[h, q] + TABLE[0, k],
         [("h", ROW), ("", COL)],
     ),
+    "pair bias": (
+        lambda s, b, h, q, k: s + PAIRS[h, q, k],
+        [("", TILE), ("h", SCALAR), ("", ROW), ("", COL)],
+    ),
+    "two labels": (
+        lambda s, b, h, q, k: s * TABLE[IDS[q] % 3 + h % 2, IDS[k]],
+        [("", TILE), ("h", ROW), ("", COL)],
+    ),
+    "filled": (
+        lambda s, b, h, q, k: s + PAIRS.at[0, q - 3, k + h].get(mode="fill", fill_value=7),
+        [("", TILE), ("", SCALAR), ("", ROW), ("h", COL)],
+    ),
+    "clipped": (
+        lambda s, b, h, q, k: s + PAIRS[0, q + 5, k - 50],
+        [("", TILE), ("", SCALAR), ("", ROW), ("", COL)],
+    ),
+    "select": (
+        lambda s, b, h, q, k: jnp.select([s > 1, s > 0, q > k], [s, 2 * s, -s], 0.0),
+        [],
+    ),
+    "largest of three": (lambda s, b, h, q, k: jnp.max(jnp.array([s, -s, s * s - 1])), []),
+    "one of three": (
+        lambda s, b, h, q, k: jnp.array([s, -s, s * s])[(q - k) % 3],
+        [("", BAND)] * 2,
+    ),
+    "which is largest": (
+        lambda s, b, h, q, k: s + jnp.argmax(jnp.array([s, -s, s * s])),
+        [],
+    ),
+    "polynomial": (
+        lambda s, b, h, q, k: jnp.polyval(jnp.array([0.1, -1.0, 2.0]), s),
+        [("", SCALAR)] * 3,
+    ),
+    "vectors": (
+        lambda s, b, h, q, k: s + jnp.dot(PAIRS[0, q, :3], PAIRS[1, k, :3]),
+        [("", ROW)] * 3 + [("", COL)] * 3,
+    ),
+    "steps": (lambda s, b, h, q, k: jax.lax.fori_loop(0, 3, lambda i, x: x * 0.5 + i, s), []),
     "branch": (lambda s, b, h, q, k: jax.lax.cond(q > k, lambda: s, lambda: -s), []),
 }
 MASKS = {
@@ -35,6 +76,19 @@ MASKS = {
     "padding": (lambda b, h, q, k: k < 3 + b, [("b", COL)]),
     "stride": (lambda b, h, q, k: (q - k) % 7 == 0, [("", BAND)]),
     "by head": (lambda b, h, q, k: q >= k + h, [("h", COL)]),
+    "graph": (lambda b, h, q, k: GRAPH[q, k], [("", TILE), ("", ROW), ("", COL)]),
+    "packed": (
+        lambda b, h, q, k: (BITS[q, k // 32] >> (k % 32)) & 1 == 1,
+        [("", TILE), ("", ROW), ("", COL), ("", COL)],
+    ),
+    "filled graph": (
+        lambda b, h, q, k: GRAPH.at[q, k + 3].get(mode="fill", fill_value=True),
+        [("", TILE), ("", ROW), ("", COL)],
+    ),
+    "taken": (
+        lambda b, h, q, k: jnp.take(GRAPH[:, 3], q) | GRAPH[k, q],
+        [("", ROW), ("", TILE), ("", COL), ("", ROW)],
+    ),
 }  # fmt: skip
 
 
@@ -53,11 +107,21 @@ def dense(program, arrays, *score):
     operands = program.arrays(arrays, 2, HEADS, (0, 0), index, index)
 
     def at(h, q, k, *score):
-        values = []
-        for x, operand in zip(operands, program.operands, strict=True):
+        values, left = [], list(zip(operands, program.operands, strict=True))
+
+        def take():
+            x, operand = left.pop(0)
+            if operand.lookup is not None:
+                at = [take() for _ in operand.lookup.dims]
+                outside = jnp.array([i < 0 for i in at]).any()
+                x = x[tuple(jnp.maximum(i, 0) for i in at)]
+                return jnp.where(outside, operand.lookup.fill or 0, x).astype(operand.dtype)
             x = x[1 if x.shape[0] > 1 else 0, h if x.shape[1] > 1 else 0]
             place = {ROW: q, COL: k, BAND: q - k + LENGTH - 1}.get(operand.pair)
-            values.append((x if place is None else x[place]).astype(operand.dtype))
+            return (x if place is None else x[place]).astype(operand.dtype)
+
+        while left:
+            values.append(take())
         indices = (q, k, q.astype(jnp.float32), k.astype(jnp.float32))
         return jaxpr_as_fun(program.jaxpr)(*score, *indices, *values)[0]
 
@@ -104,7 +168,7 @@ def test_no_gather_and_no_division_inside():
     ("mod", "message"),
     [
         (
-            lambda s, b, h, q, k: s + TABLE[q % HEADS, k],
+            lambda s, b, h, q, k: s + TABLE[0, q * k],
             "a read of an array at an index that mixes",
         ),
         (lambda s, b, h, q, k: s + jnp.sort(jnp.stack([s, s]))[0], "`sort`"),

@@ -42,7 +42,9 @@ def misfits(spec: Spec, q_shape: Sequence[int], kv_len: int, v_size: int) -> lis
     if max(q_shape[-3], kv_len) >= _LONGEST:
         wrong.append(f"a length of {max(q_shape[-3], kv_len)}; at most {_LONGEST - 1}")
     try:
-        programs(spec)
+        parts = programs(spec)
+        if size <= _MOST:
+            tiles_of(parts, kv_len, q_shape[-1], v_size)
     except NotImplementedError as e:
         wrong.append(str(e))
     return wrong
@@ -79,13 +81,17 @@ def _dropout(rate: float):
 
 def attend(
     spec: Spec, block_map: Callable, hidden: int, q, k, v, captures, context, *,
-    dtype, origin=(0, 0), tiles: Tiles | None = None, interpret=None,
+    dtype, origin=(0, 0), device: str | None = None, tiles: Tiles | None = None, interpret=None,
 ):  # fmt: skip
-    """The forward pass; arguments and results as of `blockwise.attend`, the output in `dtype`."""
+    """The forward pass; arguments and results as of `blockwise.attend`, the output in `dtype`.
+
+    `device` is the kind of the device, as JAX calls it, for the table of tiles.
+    """
     sizes = [max(x.shape[d] for x in (q, k, v, *captures, *context)) for d in range(hidden)]
     run = functools.partial(
-        _attend, spec, block_map, origin=origin, dtype=dtype, tiles=tiles, interpret=interpret
-    )
+        _attend, spec, block_map,
+        origin=origin, dtype=dtype, device=device, tiles=tiles, interpret=interpret,
+    )  # fmt: skip
     if all(x.shape[d] == 1 for x in (*captures, *context) for d in range(hidden)):
         # Only q, k and v differ: hidden dimensions are more of the batch.
         batch = q.shape[hidden]
@@ -115,7 +121,7 @@ def one_by_one(run: Callable, size: int) -> Callable:
 
 def _attend(
     spec: Spec, block_map, q, k, v, captures, context, *,
-    origin, dtype, tiles: Tiles | None, interpret, mods_batch: int | None = None,
+    origin, dtype, device, tiles: Tiles | None, interpret, mods_batch: int | None = None,
 ):  # fmt: skip
     """`attend` without hidden dimensions; mods see `b % mods_batch`."""
     # Pallas is slow to import, and only wanted where a kernel is built.
@@ -126,8 +132,9 @@ def _attend(
 
     (batch, q_len, heads, size), kv_len, v_size = q.shape, k.shape[1], v.shape[-1]
     mods_batch = batch if mods_batch is None else mods_batch
-    tiles = tiles or tiles_of(size, v_size)
-    mods = Mods.of(spec, programs(spec), captures, context)
+    parts = programs(spec)
+    tiles = tiles or tiles_of(parts, kv_len, size, v_size, device)
+    mods = Mods.of(spec, parts, captures, context)
     operands = mods.operands(mods_batch, heads, origin, q_len, kv_len, tiles)
     lists = steps(
         spec, block_map, mods.context, mods_batch, heads, heads, origin, q_len, kv_len, tiles

@@ -13,7 +13,15 @@ from jax import lax
 
 from xform.lowering.mosaic_gpu import _plgpu as plgpu
 from xform.lowering.mosaic_gpu._ops import evaluate
-from xform.lowering.mosaic_gpu._program import BAND, COL, ROW, SCALAR, Operand, TileProgram
+from xform.lowering.mosaic_gpu._program import (
+    BAND,
+    COL,
+    ROW,
+    SCALAR,
+    TILE,
+    Operand,
+    TileProgram,
+)
 from xform.lowering.mosaic_gpu._tuning import Tiles
 from xform.lowering.mosaic_gpu._twins import Hardware, Twin
 
@@ -211,7 +219,10 @@ class Call:
     # -- the user's code ---------------------------------------------------------------------------
 
     def held(self, refs, b, head, start) -> list:
-        """Of each operand its scalar, or its vector of what is owned, from `start` on, or None."""
+        """Of each operand what stays: its scalar, its vector of what is owned, or its array.
+
+        The vector begins at `start`. None for a vector of what moves.
+        """
         return [
             self._held(ref, operand, b, head, start)
             for ref, operand in zip(refs, self.operands, strict=True)
@@ -225,6 +236,8 @@ class Call:
         return values
 
     def _held(self, ref, operand: Operand, b, head, start):
+        if operand.pair == TILE:
+            return ref
         unit = lead(ref, b, head)
         if operand.pair == SCALAR:
             return _as(ref[*unit], operand.dtype)
@@ -289,9 +302,7 @@ class Call:
         """One program on one tile; a tuple if it has several results."""
         earlier = self.programs.all[: self.programs.all.index(program)]
         first = sum(len(other.operands) for other in earlier)
-        operands = [
-            self._spread(values[first + n], operand) for n, operand in enumerate(program.operands)
-        ]
+        operands = self._taken(program, values[first : first + len(program.operands)])
         indices = [
             self._true_index(start, pair, dtype) if dtype in used else None
             for dtype in (jnp.int32, jnp.float32)
@@ -303,6 +314,18 @@ class Call:
         outs = evaluate(program.jaxpr, [*score, *indices, *operands], self._join)
         tile = lambda x: jnp.full(self.shape, x, jnp.asarray(x).dtype) if jnp.ndim(x) == 0 else x
         return tile(outs[0]) if len(outs) == 1 else tuple(map(tile, outs))
+
+    def _taken(self, program: TileProgram, values) -> list:
+        """What a program takes of its operands' values on one tile."""
+        taken, left = [], list(zip(values, program.operands, strict=True))
+        while left:
+            x, operand = left.pop(0)
+            if operand.lookup is not None:
+                count = len(operand.lookup.classes)
+                at, left = [self._spread(*pair) for pair in left[:count]], left[count:]
+                x = self.mma.lookup(x, operand.lookup, at, self.shape, operand.stored)
+            taken.append(self._spread(x, operand))
+        return taken
 
     def _true_index(self, start, pair: str, dtype):
         """The indices of a tile, those of the padding clipped to the last one."""

@@ -1,4 +1,4 @@
-"""What Pallas can't say, or not well, in Mosaic's own terms: two tiles, and turns.
+"""What Pallas can't say, or not well, in Mosaic's own terms: three tiles, and turns.
 
 The tiles are in the layout of a product's result: a thread holds pairs of neighbouring columns, 8
 columns and 8 rows apart. What it holds is one place of its own plus constants, and saying so is
@@ -67,6 +67,45 @@ def band_tile(ref, start, shape: tuple[int, int], sign: int, signed: bool | None
         return made[r - c]
 
     return _tile(shape, ir.MemRefType(ref.type).element_type, at, signed)
+
+
+def lookup_tile(ref, dims: tuple[int, ...], indices, signed: bool | None):
+    """The tile whose element (r, c) is `ref[..., indices[n][r, c], ...]`, widened to 32 bits.
+
+    Args:
+      ref: an array in global memory.
+      dims: the dimension of each index; the others are read at 0.
+      indices: tiles of int32, of one layout, none negative.
+      signed: whether the results are signed integers; None for floats.
+    """
+    place_type = ir.IndexType.get()
+    zero = arith.constant(place_type, 0)
+
+    def at(place) -> ir.Value:
+        found = [zero] * ir.MemRefType(ref.type).rank
+        for dim, tile in zip(dims, indices, strict=True):
+            vectors, n = tile.registers[place[:-1]], place[-1]
+            index = vector.extract(vectors, dynamic_position=[], static_position=[n])
+            found[dim] = arith.index_cast(place_type, index)
+        return _widened(memref.load(ref, found), signed)
+
+    registers = np.empty(indices[0].registers.shape, dtype=object)
+    for place in np.ndindex(registers.shape):
+        values = [at((*place, n)) for n in range(_LAYOUT.vector_length)]
+        pair = ir.VectorType.get((_LAYOUT.vector_length,), values[0].type)
+        registers[place] = vector.from_elements(pair, values)
+    return plgpu.FragmentedArray(_registers=registers, _layout=_LAYOUT, _is_signed=signed)
+
+
+def _widened(x: ir.Value, signed: bool | None) -> ir.Value:
+    """An element as float32 or as a 32-bit integer; a bit is 0 or 1."""
+    if signed is None:
+        f32 = ir.F32Type.get()
+        return x if x.type == f32 else arith.extf(f32, x)
+    i32 = ir.IntegerType.get_signless(32)
+    if x.type == i32:
+        return x
+    return arith.extsi(i32, x) if signed and x.type.width > 1 else arith.extui(i32, x)
 
 
 def _tile(shape: tuple[int, int], element, at, signed: bool | None):

@@ -17,13 +17,16 @@ import jax.numpy as jnp
 from xform.lowering._spec import Read, Spec
 from xform.lowering._tile_fn import Attend, Jvp, TileFn, Transpose, base
 from xform.lowering.mosaic_gpu import _attend
-from xform.lowering.mosaic_gpu._program import COL, SCALAR, class_of_read, derivatives, load_one
-from xform.lowering.mosaic_gpu._tuning import Tiles, backward_tiles_of
+from xform.lowering.mosaic_gpu._classes import COL, SCALAR
+from xform.lowering.mosaic_gpu._program import class_of_read, derivatives, load_one
+from xform.lowering.mosaic_gpu._tuning import Tiles, backward_tiles_of, vectors_of
 
 # Registers hold dK and dV.
 _MOST = 256
 # Columns that half a row of dQ has, at least: what one bulk copy takes.
 _COLUMNS = 32
+# Vectors that shared memory has room for beside all tiles.
+_VECTORS = 8
 _Q, _K, _V, _CAPTURES = 0, 3, 4, 5
 """Where these are among the operands of `Attend`."""
 
@@ -76,9 +79,12 @@ def gradient_misfits(fn: TileFn, operands: Sequence) -> list[str]:
     wrong = _attend.misfits(gradient.spec, q_shape, kv_len, v_size)
     if not wrong:
         try:
-            _programs(gradient)
+            vectors = len(vectors_of(_programs(gradient)))
         except NotImplementedError as e:
             wrong.append(f"in the derivative: {e}")
+        else:
+            if vectors > _VECTORS:
+                wrong.append(f"{vectors} vectors that travel with the queries; {_VECTORS} fit")
     sizes = _padded(q_shape[-1], _COLUMNS) + _padded(v_size, 16)
     if sizes > _MOST:
         wrong.append(f"head sizes of {q_shape[-1]} and {v_size}: registers hold {_MOST} together")

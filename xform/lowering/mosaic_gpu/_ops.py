@@ -166,6 +166,59 @@ def _population_count(x, **_):
     return ((word * u(0x01010101)) >> u(24)).astype(x.dtype)
 
 
+def _clz(x, **_):
+    """By halves: which of the upper 16, 8, 4, 2 bits are all 0."""
+    word = lax.bitcast_convert_type(x, jnp.uint32)
+    u = lambda n: jnp.full_like(word, n)
+    count = u(0)
+    for n in (16, 8, 4, 2, 1):
+        empty = word < u(1 << (32 - n))
+        count = jnp.where(empty, count + u(n), count)
+        word = jnp.where(empty, word << u(n), word)
+    return jnp.where(word == u(0), u(32), count).astype(x.dtype)
+
+
+def _cbrt(x, **_):
+    """By logarithms, and a step of Newton's."""
+    size = lax.abs(x)
+    root = lax.exp2(lax.log2(jnp.where(size == 0, 1.0, size)) * (1 / 3))
+    root = root - (root - size / (root * root)) * (1 / 3)
+    return jnp.where((x == 0) | (size == jnp.inf), x, jnp.where(x < 0, -root, root))
+
+
+def _sinh(x, **_):
+    """By `expm1`, where `exp(x) - exp(-x)` cancels; halved first, since `exp` overflows early."""
+    small = _expm1(lax.abs(x))
+    large = lax.exp(lax.abs(x) - math.log(2.0))
+    size = jnp.where(lax.abs(x) < 20.0, 0.5 * (small + small / (small + 1)), large)
+    return jnp.where(x < 0, -size, size)
+
+
+def _cosh(x, **_):
+    half = math.log(2.0)
+    return lax.exp(lax.abs(x) - half) + lax.exp(-lax.abs(x) - half)
+
+
+def _asinh(x, **_):
+    """By `log1p`, of a sum in which nothing cancels."""
+    size = lax.abs(x)
+    near = _log1p(size + size * size / (1 + lax.sqrt(size * size + 1)))
+    out = jnp.where(size > 1e9, lax.log(jnp.maximum(size, 1.0)) + math.log(2.0), near)
+    return jnp.where(x < 0, -out, out)
+
+
+def _acosh(x, **_):
+    above = x - 1
+    near = _log1p(above + lax.sqrt(above * (x + 1)))
+    return jnp.where(x > 1e9, lax.log(jnp.maximum(x, 1.0)) + math.log(2.0), near)
+
+
+def _atanh(x, **_):
+    size = lax.abs(x)
+    out = 0.5 * _log1p(2 * size / (1 - size))
+    return jnp.where(x < 0, -out, out)
+
+
 OPS: dict[str, Callable] = {
     **{
         name: _native(getattr(lax, name))
@@ -178,13 +231,23 @@ OPS: dict[str, Callable] = {
     },
     "add_any": _native(lax.add),
     "and": _native(lax.bitwise_and),
+    "acos": lambda x, **_: lax.atan2(lax.sqrt((1 - x) * (1 + x)), x),
+    "acosh": _acosh,
+    "asin": lambda x, **_: lax.atan2(x, lax.sqrt((1 - x) * (1 + x))),
+    "asinh": _asinh,
+    "atan": lambda x, **_: lax.atan2(x, jnp.ones_like(x)),
+    "atanh": _atanh,
+    "bitcast_convert_type": lambda x, *, new_dtype, **_: lax.bitcast_convert_type(x, new_dtype),
     "broadcast_in_dim": lambda x, **_: x,
+    "cbrt": _cbrt,
+    "clz": _clz,
     "ceil": _ceil,
     "clamp": lambda low, x, high: jnp.minimum(jnp.maximum(x, low), high),
     "convert_element_type": _convert,
     "copy": lambda x: x,
     "copy_p": lambda x: x,
     "cos": _reduced(lax.cos),
+    "cosh": _cosh,
     "erfc": lambda x, **_: 1 - lax.erf(x),
     "expm1": _expm1,
     "floor": _floor,
@@ -203,6 +266,7 @@ OPS: dict[str, Callable] = {
     "round": _round,
     "select_n": _select_n,
     "sin": _reduced(lax.sin),
+    "sinh": _sinh,
     "squeeze": lambda x, **_: x,
     "stop_gradient": lambda x: x,
     "tan": lambda x, **_: _reduced(lax.sin)(x) / _reduced(lax.cos)(x),

@@ -8,6 +8,7 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 kernel, SMEM, Barrier, Layout = plgpu.kernel, plgpu.SMEM, plgpu.Barrier, plgpu.Layout
+ClusterBarrier = plgpu.ClusterBarrier
 ACC = plgpu.ACC  # pyright: ignore[reportPrivateImportUsage]
 CompilerParams, LoweringSemantics, InterpretGPUParams = (
     plgpu.CompilerParams, plgpu.LoweringSemantics, plgpu.InterpretGPUParams,

@@ -10,6 +10,7 @@ disappear with it.
     score - slopes[h] * (q - k)        operand: slopes[h], a scalar        inside: sub, mul, sub
     ids[q] == ids[k]                   operands: a row, a column           inside: eq
     score + table[bucket(q - k)]       operand: a band                     inside: add
+    score + bias[h, q, k]              operands: the array, its indices    inside: a load, add
 """
 
 from __future__ import annotations
@@ -21,17 +22,26 @@ from collections.abc import Callable, Sequence
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.core import ShapedArray
 from jax.interpreters import partial_eval as pe
 
 from xform._compat import Jaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
-from xform.jaxpr import eqn_rule, intern, interpret, source_line
+from xform.jaxpr import intern, source_line
 from xform.lowering._spec import Read
+from xform.lowering.mosaic_gpu._classes import (
+    BAND,
+    COL,
+    INDICES,
+    ROW,
+    SCALAR,
+    TILE,
+    Class,
+    aval_of,
+    classify,
+    flatten,
+)
+from xform.lowering.mosaic_gpu._lookup import Lookup, of_eqn, of_read
 from xform.lowering.mosaic_gpu._ops import OPS
-
-SCALAR, ROW, COL, BAND, TILE = "", "q", "k", "q-k", "qk"
-"""What a value may depend on beside the head: nothing, the query, the key, their difference, both.
-"""
+from xform.lowering.mosaic_gpu._scalars import scalars
 
 # Worth a vector of its own, where it depends on the difference of the indices alone.
 _CHEAP = {
@@ -41,38 +51,23 @@ _CHEAP = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Class:
-    """What a value depends on.
-
-    Attributes:
-      heads: those of "bh".
-      pair: one of `SCALAR`, `ROW`, `COL`, `BAND`, `TILE`.
-      affine: whether the value is an index of `pair` plus something that no index changes.
-    """
-
-    heads: str = ""
-    pair: str = SCALAR
-    affine: bool = False
-
-    def join(self, other: Class) -> Class:
-        heads = "".join(x for x in "bh" if x in self.heads + other.heads)
-        pairs = {self.pair, other.pair} - {SCALAR}
-        return Class(heads, pairs.pop() if len(pairs) == 1 else TILE if pairs else SCALAR)
-
-
-@dataclasses.dataclass(frozen=True)
 class Operand:
-    """One value that is computed outside of the kernel.
+    """One value that is computed outside of the kernel, or an array that it reads.
 
     Attributes:
       heads: those of "bh" that it differs along.
-      pair: `SCALAR`, `ROW`, `COL` or `BAND`.
+      pair: `SCALAR`, `ROW`, `COL` or `BAND`; `TILE` for an array that is read at a query and a key,
+        whose indices are the operands after it.
       dtype: what the tile program takes it as.
+      lookup: how an array is read.
+      index: whether it is an index of the array before it.
     """
 
     heads: str
     pair: str
     dtype: jnp.dtype
+    lookup: Lookup | None = None
+    index: bool = False
 
     @property
     def stored(self) -> jnp.dtype:
@@ -88,7 +83,8 @@ class TileProgram:
     """A mod, split.
 
     Attributes:
-      jaxpr: `(score?, q, k, float(q), float(k), *operands) -> outs`, elementwise, on scalars.
+      jaxpr: `(score?, q, k, float(q), float(k), *operands) -> outs`, elementwise, on scalars; what
+        an array is read for is one operand.
       operands: what it takes beside the indices.
       outside: `(b, h, q, k, *arrays) -> operands`, the scalar program of all operands.
       pair: what `out` depends on, `TILE` for a score.
@@ -104,7 +100,8 @@ class TileProgram:
         """As what the program takes the query's index, and the key's: int32, float32 or neither."""
         used = {v for eqn in self.jaxpr.eqns for v in eqn.invars if isinstance(v, Var)}
         used |= {v for v in self.jaxpr.outvars if isinstance(v, Var)}
-        first = len(self.jaxpr.invars) - len(self.operands) - 4
+        taken = sum(not operand.index for operand in self.operands)
+        first = len(self.jaxpr.invars) - taken - 4
         q, k, q_float, k_float = self.jaxpr.invars[first : first + 4]
         kinds = lambda i, f: {t for t, v in ((jnp.int32, i), (jnp.float32, f)) if v in used}
         return kinds(q, q_float), kinds(k, k_float)
@@ -123,7 +120,8 @@ class TileProgram:
 
         Returns:
           `[B or 1, H or 1]` for a scalar, with one more dimension for a row, a column, or a band
-          (`rows + cols` long, from `-(len(cols) - 1)` on), each in its stored dtype.
+          (`rows + cols` long, from `-(len(cols) - 1)` on), each in its stored dtype; an array that
+          is looked up as it is.
         """
         differences = jnp.arange(1 - len(cols), len(rows) + 1, dtype=jnp.int32)
         zero = jnp.zeros((), jnp.int32)
@@ -137,7 +135,10 @@ class TileProgram:
 
     def _array(self, n: int, operand: Operand, arrays, sizes, origin, side):
         """Operand `n` at all indices that it depends on."""
-        f = lambda b, h, q, k: self.outside(b, h, q, k, *arrays)[n].reshape(())
+        f = lambda b, h, q, k: self.outside(b, h, q, k, *arrays)[n]
+        if operand.lookup is not None:
+            return f(*[jnp.zeros((), jnp.int32)] * 4)
+        f = _as_scalar(f)
         if operand.pair != SCALAR:
             f = jax.vmap(f, in_axes=(None, None, *(0 if x.ndim else None for x in side)))
         index = []
@@ -146,6 +147,11 @@ class TileProgram:
             count = sizes[dim] if name in operand.heads else 1
             index.insert(0, origin[dim] + jnp.arange(count, dtype=jnp.int32))
         return f(*index, *side).astype(operand.stored)
+
+
+def _as_scalar(f: Callable) -> Callable:
+    """`f` whose result has no dimensions: it had them of size 1."""
+    return lambda *args: f(*args).reshape(())
 
 
 def derivatives(jaxpr: Jaxpr, wanted: Sequence[int]) -> Jaxpr:
@@ -158,7 +164,7 @@ def derivatives(jaxpr: Jaxpr, wanted: Sequence[int]) -> Jaxpr:
     Raises:
       NotImplementedError: for a derivative by more than one number.
     """
-    if any(_aval(jaxpr.invars[5 + n]).size != 1 for n in wanted):
+    if any(aval_of(jaxpr.invars[5 + n]).size != 1 for n in wanted):
         raise NotImplementedError("the gradient of an array that a pair reads several numbers of")
     moving = [0, *(5 + n for n in wanted)]
 
@@ -171,7 +177,7 @@ def derivatives(jaxpr: Jaxpr, wanted: Sequence[int]) -> Jaxpr:
         out, pull_back = jax.vjp(along, *(args[n] for n in moving))
         return out, *(x.reshape(()) for x in pull_back(jnp.ones_like(out)))
 
-    structs = [jax.ShapeDtypeStruct(_aval(v).shape, _aval(v).dtype) for v in jaxpr.invars]
+    structs = [jax.ShapeDtypeStruct(aval_of(v).shape, aval_of(v).dtype) for v in jaxpr.invars]
     return jax.make_jaxpr(program)(*structs).jaxpr
 
 
@@ -186,11 +192,12 @@ def split(jaxpr: Jaxpr, *, score: bool, reads: Sequence[Read] | None = None) -> 
     Raises:
       NotImplementedError: lists all that has no form inside a kernel.
     """
-    flat = _flatten(jaxpr)
-    index = [Class("b"), Class("h"), Class("", ROW, True), Class("", COL, True)]
+    flat = flatten(jaxpr)
     loaded = [class_of_read(read) for read in reads or ()]
     arrays = loaded if score else [Class()] * (len(flat.invars) - 4)
-    classes = _classify(flat, [Class("", TILE)] * score + index + arrays)
+    given = [*[Class("", TILE)] * score, *INDICES, *arrays]
+    flat = scalars(flat, classify(flat, given))
+    classes = classify(flat, given)
     return _Splitter(flat, score, classes, tuple(reads or ())).result()
 
 
@@ -200,6 +207,7 @@ class _Splitter:
     def __init__(self, jaxpr: Jaxpr, score: bool, classes: dict[Var, Class], reads):
         self.jaxpr, self.score, self.classes, self.reads = jaxpr, score, classes, reads
         self.indices = jaxpr.invars[score : score + 4]
+        self.lookups = self._lookups()
         self.inside = [eqn for eqn in jaxpr.eqns if self._is_inside(eqn)]
         needed = {v for v in jaxpr.outvars if isinstance(v, Var)}
         for eqn in reversed(self.inside):
@@ -213,8 +221,22 @@ class _Splitter:
     def _order(self) -> list[Var]:
         return [*self.jaxpr.invars, *(v for eqn in self.jaxpr.eqns for v in eqn.outvars)]
 
+    def _lookups(self) -> dict[Var, tuple]:
+        """Of each value that is looked up: how, in which variable or by which read, and where."""
+        mixed = lambda v: self.classes[v].pair == TILE
+        loaded = zip(self.reads, self.jaxpr.invars[5:], strict=True) if self.score else ()
+        found = {v: (of_read(x, aval_of(v).dtype), x, ()) for x, v in loaded if mixed(v)}
+        found |= {
+            eqn.outvars[0]: of_eqn(eqn, self.classes, self._makers)
+            for eqn in self.jaxpr.eqns
+            if mixed(eqn.outvars[0])
+        }
+        return {v: entry for v, entry in found.items() if entry and entry[0]}
+
     def _is_inside(self, eqn: JaxprEqn) -> bool:
         """Whether an equation runs at every pair of a tile; so do conversions of an index."""
+        if eqn.outvars[0] in self.lookups:
+            return False
         pair = self.classes[eqn.outvars[0]].pair
         if pair == BAND:
             return not self._expensive(eqn)
@@ -235,29 +257,36 @@ class _Splitter:
 
     def result(self) -> TileProgram:
         self._check()
-        operands = tuple(
-            Operand(c.heads, c.pair, _aval(v).dtype)
-            for v, c in ((v, self.classes[v]) for v in self.frontier)
-        )
+        operands = tuple(x for v in self.frontier for x in self._operands(v))
         out = self.jaxpr.outvars[0]
         pair = self.classes[out].pair if isinstance(out, Var) else SCALAR
         return TileProgram(self._tile_jaxpr(), operands, self._outside(), pair)
+
+    def _operands(self, v: Var) -> list[Operand]:
+        """What the kernel takes for a value."""
+        kind, dtype = self.classes[v], aval_of(v).dtype
+        if v not in self.lookups:
+            return [Operand(kind.heads, kind.pair, dtype)]
+        lookup, int32 = self.lookups[v][0], jnp.dtype(jnp.int32)
+        indices = [Operand(c.heads, c.pair, int32, index=True) for c in lookup.classes]
+        return [Operand("", TILE, dtype, lookup), *indices]
 
     def _check(self) -> None:
         wrong = [
             f"`{eqn.primitive.name}` of a query and a key together (at {source_line(eqn)})"
             for eqn in self.inside
-            if eqn.primitive.name not in OPS or any(_aval(v).size != 1 for v in eqn.outvars)
+            if eqn.primitive.name not in OPS or any(aval_of(v).size != 1 for v in eqn.outvars)
         ]
         wrong += [
             f"a read of an array at an index that mixes query and key ({self.classes[v]})"
             for v in self.frontier
-            if self.classes[v].pair == TILE
+            if self.classes[v].pair == TILE and v not in self.lookups
         ]
         wrong += [
-            f"a value of dtype {_aval(v).dtype}"
+            f"a value of dtype {aval_of(v).dtype}"
             for v in self._order()
-            if _aval(v).dtype.itemsize > 4 or jnp.issubdtype(_aval(v).dtype, jnp.complexfloating)
+            if aval_of(v).dtype.itemsize > 4
+            or jnp.issubdtype(aval_of(v).dtype, jnp.complexfloating)
         ]
         if wrong:
             raise NotImplementedError("; ".join(dict.fromkeys(wrong)))
@@ -271,7 +300,7 @@ class _Splitter:
             n = len(head)
             env = dict(zip(head, args[:n], strict=True))
             for v, x in zip(self.frontier, args[n + 2 :], strict=True):
-                env[v] = x.reshape(_aval(v).shape)
+                env[v] = x.reshape(aval_of(v).shape)
             floats = dict(zip(pair, args[n : n + 2], strict=True))
             value = lambda v: v.val if isinstance(v, Literal) else env[v]
             for eqn in self.inside:
@@ -283,7 +312,7 @@ class _Splitter:
                 env.update(zip(eqn.outvars, out, strict=True))
             return list(map(value, self.jaxpr.outvars))
 
-        struct = lambda v: jax.ShapeDtypeStruct((), _aval(v).dtype)
+        struct = lambda v: jax.ShapeDtypeStruct((), aval_of(v).dtype)
         float_index = jax.ShapeDtypeStruct((), jnp.float32)
         jaxpr = jax.make_jaxpr(program)(
             *map(struct, head), float_index, float_index, *map(struct, self.frontier)
@@ -311,19 +340,19 @@ class _Splitter:
 
     def _outside(self) -> Callable:
         """`(b, h, q, k, *arrays)`: for a score mod, arrays are captures by read, then context."""
-        frontier, reads, score = self.frontier, self.reads, self.score
-        inside = {v for eqn in self.inside for v in eqn.outvars}
-        eqns = [eqn for eqn in self.jaxpr.eqns if inside.isdisjoint(eqn.outvars)]
-        eqns = [e for e in self.jaxpr.eqns if e in eqns or self.classes[e.outvars[0]].pair == BAND]
-        needed = set(frontier)
+        reads, score, lookups = self.reads, self.score, self.lookups
+        eqns = [eqn for eqn in self.jaxpr.eqns if self.classes[eqn.outvars[0]].pair != TILE]
+        needed = {v for v in self.frontier if v not in lookups}
+        for _, source, starts in (lookups[v] for v in self.frontier if v in lookups):
+            needed |= {v for v in (source, *starts) if isinstance(v, Var)}
         for eqn in reversed(eqns):
             if not needed.isdisjoint(eqn.outvars):
                 needed |= {v for v in eqn.invars if isinstance(v, Var)}
         eqns = [eqn for eqn in eqns if not needed.isdisjoint(eqn.outvars)]
 
         def outside(b, h, q, k, *arrays):
+            captures, context = arrays[: len(reads)], arrays[len(reads) :]
             if score:
-                captures, context = arrays[: len(reads)], arrays[len(reads) :]
                 arrays = [
                     load_one(read, x, b, h, q, k, context) if v in needed else None
                     for read, x, v in zip(reads, captures, self.jaxpr.invars[5:], strict=True)
@@ -335,7 +364,21 @@ class _Splitter:
                 out = eqn.primitive.bind(*map(value, eqn.invars), **params)
                 out = out if eqn.primitive.multiple_results else [out]
                 env.update(zip(eqn.outvars, out, strict=True))
-            return [env[v] for v in frontier]
+
+            def source_starts(read: Read) -> list:
+                return list(jaxpr_as_fun(read.index)(b, h, q, k, *context)[0])
+
+            def operands(v) -> list:
+                if v not in lookups:
+                    return [env[v]]
+                lookup, source, starts = lookups[v]
+                if isinstance(source, Read):
+                    array = captures[self.jaxpr.invars[5:].index(v)]
+                    return [array, *lookup.indices(array, source_starts(source))]
+                array = value(source)
+                return [array, *lookup.indices(array, [value(x) for x in starts])]
+
+            return [x for v in self.frontier for x in operands(v)]
 
         return outside
 
@@ -353,54 +396,7 @@ def class_of_read(read: Read) -> Class:
     """What a read of a captured array depends on."""
     if read.index is None:
         return Class()
-    index = [Class("b"), Class("h"), Class("", ROW, True), Class("", COL, True)]
-    flat = _flatten(read.index)
-    classes = _classify(flat, index + [Class()] * (len(flat.invars) - 4))
+    flat = flatten(read.index)
+    classes = classify(flat, [*INDICES, *[Class()] * (len(flat.invars) - 4)])
     out = flat.outvars[0]
     return dataclasses.replace(classes[out], affine=False) if isinstance(out, Var) else Class()
-
-
-def _classify(jaxpr: Jaxpr, classes: Sequence[Class]) -> dict[Var, Class]:
-    known = dict(zip(jaxpr.invars, classes, strict=True))
-    of = lambda v: known[v] if isinstance(v, Var) else Class()
-    for eqn in jaxpr.eqns:
-        operands = [of(v) for v in eqn.invars]
-        joint = functools.reduce(Class.join, operands, Class())
-        name = eqn.primitive.name
-        pairs = {x.pair for x in operands if x.affine}
-        if name == "sub" and all(x.affine for x in operands) and pairs == {ROW, COL}:
-            joint = Class(joint.heads, BAND)
-        elif name in ("add", "sub") and len(pairs) == 1 and operands[0].affine:
-            joint = dataclasses.replace(joint, affine=operands[1].pair == SCALAR)
-        elif name == "add" and len(pairs) == 1 and operands[1].affine:
-            joint = dataclasses.replace(joint, affine=operands[0].pair == SCALAR)
-        known.update(dict.fromkeys(eqn.outvars, joint))
-    return known
-
-
-def _aval(v: Var | Literal) -> ShapedArray:
-    assert isinstance(v.aval, ShapedArray)
-    return v.aval
-
-
-def _bind(eqn: JaxprEqn, *args):
-    return eqn.primitive.bind(*args, **eqn.primitive.get_bind_params(eqn.params))
-
-
-def _flatten(jaxpr: Jaxpr) -> Jaxpr:
-    """The same program without calls; of a `cond`, both branches and a choice between them."""
-
-    def choose(eqn: JaxprEqn, which, *args):
-        results = [jaxpr_as_fun(branch)(*args) for branch in eqn.params["branches"]]
-        which = jnp.clip(which.astype(jnp.int32), 0, len(results) - 1)
-        pick = lambda *xs: functools.reduce(
-            lambda out, ix: jnp.where(which == ix[0], ix[1], out), enumerate(xs[1:], 1), xs[0]
-        )
-        return [pick(*xs) for xs in zip(*results, strict=True)]
-
-    run = interpret(jaxpr, {"cond": eqn_rule(choose)}, default=_bind)
-    structs = [jax.ShapeDtypeStruct(_aval(v).shape, _aval(v).dtype) for v in jaxpr.invars]
-    flat = jax.make_jaxpr(run)(*structs)
-    # Branches and derivatives by name may hold calls of their own.
-    again = jax.make_jaxpr(interpret(flat, {}, default=_bind))(*structs)
-    return again.jaxpr if hasattr(again, "jaxpr") else again

@@ -20,8 +20,10 @@ from xform.lowering.mosaic_gpu._fragments import (
     band_tile,
     count_up,
     index_tile,
+    lookup_tile,
     store_by_thread,
 )
+from xform.lowering.mosaic_gpu._lookup import Lookup
 
 
 class Hardware:
@@ -48,6 +50,19 @@ class Hardware:
     def tv(self, acc, p, v):
         """Adds `p' v`."""
         plgpu.wgmma(acc, p.T, v)
+
+    def add(self, acc, x, y, free: int):
+        """Adds a product to `acc`, `free` is the dimension of `y` that is not summed over."""
+        plgpu.wgmma(acc, x, y if free else y.T)
+
+    def wait_for(self, in_flight: int, *operands):
+        """Waits until at most so many products run; `operands` are those of the last one done."""
+        del operands
+        plgpu.wgmma_wait(in_flight)
+
+    def vector(self, ref, dim: int):
+        """A vector over rows with `dim=1`, over columns with `dim=0`, from global memory."""
+        return plgpu.load(ref, layout=plgpu.Layout.WGMMA.reduce(dim), optimized=False)
 
     def read(self, acc, in_flight: int, k):
         """The result of a product, once at most `in_flight` later ones still run."""
@@ -131,6 +146,19 @@ class Hardware:
 
         return tile(buffer, start)  # the context is Mosaic's to give
 
+    def lookup(self, ref, lookup: Lookup, indices: list, shape, dtype):
+        """The tile of what is looked up in global memory; an index is a scalar or a tile."""
+        signed = None if jnp.issubdtype(dtype, jnp.floating) else dtype == jnp.int32
+        whole = lambda x: plgpu.layout_cast(jnp.broadcast_to(x, shape), plgpu.Layout.WGMMA)
+        tiles = [jnp.maximum(whole(x), 0) for x in indices]
+
+        @_inline(shape, dtype, plgpu.RefType(), *[plgpu.Layout.WGMMA] * len(tiles))
+        def tile(ctx, ref, *indices):
+            del ctx
+            return lookup_tile(ref, lookup.dims, indices, signed)
+
+        return filled(tile(ref, *tiles), lookup, indices)
+
     def index(self, start, shape, dim: int, dtype):
         """The tile `start + r`, or `start + c` with `dim=1`, int32 or float32."""
         floating = jnp.issubdtype(dtype, jnp.floating)
@@ -169,6 +197,18 @@ class Twin:
 
     def tv(self, acc, p, v):
         acc[...] = acc[...] + _product(p[...], v[...], 0, 0)
+
+    def add(self, acc, x, y, free: int):
+        acc[...] = acc[...] + _product(x[...], y[...], 1, 0 if free else 1)
+
+    def wait_for(self, in_flight: int, *operands):
+        del in_flight
+        for operand in operands:
+            _read_again(operand)
+
+    def vector(self, ref, dim: int):
+        del dim
+        return ref[...]
 
     def read(self, acc, in_flight: int, k):
         del in_flight
@@ -214,6 +254,12 @@ class Twin:
         r, c = (lax.broadcasted_iota(jnp.int32, shape, d) for d in (0, 1))
         return self.column(buffer)[start + sign * (r - c)]
 
+    def lookup(self, ref, lookup: Lookup, indices: list, shape, dtype):
+        at: list = [0] * len(ref.shape)
+        for dim, index in zip(lookup.dims, indices, strict=True):
+            at[dim] = jnp.maximum(jnp.broadcast_to(index, shape), 0)
+        return filled(ref[...][tuple(at)].astype(dtype), lookup, indices)
+
     def index(self, start, shape, dim: int, dtype):
         return (lax.broadcasted_iota(jnp.int32, shape, dim) + start).astype(dtype)
 
@@ -221,6 +267,20 @@ class Twin:
 def _product(x, y, *dims: int):
     dims = tuple((d,) for d in dims)
     return lax.dot_general(x, y, (dims, ((), ())), preferred_element_type=jnp.float32)
+
+
+def filled(tile, lookup: Lookup, indices: list):
+    """What is looked up, and where an index is negative what is read out of range."""
+    if lookup.fill is None:
+        return tile
+    for index in indices:
+        outside = jnp.broadcast_to(index < 0, tile.shape)
+        tile = jnp.where(outside, jnp.asarray(lookup.fill, tile.dtype), tile)
+    return tile
+
+
+def _product(x, y, dim: int):
+    return lax.dot_general(x, y, (((1,), (dim,)), ((), ())), preferred_element_type=jnp.float32)
 
 
 def _read_again(ref):
