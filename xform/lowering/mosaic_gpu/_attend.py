@@ -222,7 +222,7 @@ def steps(
         )
         if not tiles.by_keys:
             return _compact(kinds)
-        return _walks(_by_keys(kinds, heads, kv_heads), in_turns=spec.deterministic)
+        return walks(_by_keys(kinds, heads, kv_heads), in_turns=spec.deterministic)
 
     count = b * h * -(-q_len // tiles.rows) * -(-kv_len // tiles.cols)
     if context or count > _CONSTANT or any(isinstance(x, jax.Array) for x in origin):
@@ -240,7 +240,7 @@ def _by_keys(kinds, heads: int, kv_heads: int):
     return kinds.transpose(0, 1, 4, 2, 3).reshape(u, -1, columns, group * rows)
 
 
-def _walks(kinds, *, in_turns: bool):
+def walks(kinds, *, in_turns: bool):
     """Of codes `[..., C, N]` what each block of keys walks along, all in one direction.
 
     Returns:
@@ -254,12 +254,12 @@ def _walks(kinds, *, in_turns: bool):
     live = (kinds != EMPTY).astype(jnp.int32)
     later = jnp.cumsum(live[..., ::-1, :], -2)[..., ::-1, :] - live
     place = jnp.where(live, jnp.cumsum(live, -1) - 1, n)
-    index = 2 * jnp.arange(n, dtype=jnp.int32) + (kinds == PARTIAL)
-    lists = lambda x: _scattered(place, jnp.broadcast_to(x, kinds.shape))
+    index = 2 * lax.broadcasted_iota(jnp.int32, kinds.shape, kinds.ndim - 1)
+    lists = functools.partial(_scattered, place)
     count = live.sum(-1, dtype=jnp.int32)
     backwards = jnp.broadcast_to(jnp.arange(columns, dtype=jnp.int32)[::-1], (*lead, columns))
     order = backwards if in_turns else jnp.argsort(-count, axis=-1).astype(jnp.int32)
-    return order, jnp.stack([count, count], -1), lists(index), lists(later)
+    return order, jnp.stack([count, count], -1), lists(index + (kinds == PARTIAL)), lists(later)
 
 
 def _scattered(place, values):

@@ -265,8 +265,8 @@ class Twin:
 
 
 def _product(x, y, *dims: int):
-    dims = tuple((d,) for d in dims)
-    return lax.dot_general(x, y, (dims, ((), ())), preferred_element_type=jnp.float32)
+    contracted = tuple((d,) for d in dims)
+    return lax.dot_general(x, y, (contracted, ((), ())), preferred_element_type=jnp.float32)
 
 
 def filled(tile, lookup: Lookup, indices: list):
@@ -277,10 +277,6 @@ def filled(tile, lookup: Lookup, indices: list):
         outside = jnp.broadcast_to(index < 0, tile.shape)
         tile = jnp.where(outside, jnp.asarray(lookup.fill, tile.dtype), tile)
     return tile
-
-
-def _product(x, y, dim: int):
-    return lax.dot_general(x, y, (((1,), (dim,)), ((), ())), preferred_element_type=jnp.float32)
 
 
 def _read_again(ref):

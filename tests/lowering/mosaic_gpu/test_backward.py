@@ -1,0 +1,160 @@
+"""The backward kernel without a GPU: compiled for one, and interpreted, watched for races."""
+
+import dataclasses
+from functools import partial
+
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.lowering.mosaic_gpu.test_kernel import MODS, compiled, spills
+from tests.primitives.cases import CASES, check
+from xform import causal, flex_attention, which
+from xform._compat import found_races
+from xform.lowering import mosaic_gpu
+from xform.lowering._spec import EMPTY
+from xform.lowering.mosaic_gpu import _attend
+from xform.lowering.mosaic_gpu import _plgpu as plgpu
+from xform.primitives import tile_sum
+from xform.primitives.block_map import block_map
+
+SLOPES = jnp.arange(4.0)
+# Registers that go to memory, in bytes a thread: the branch of partial tiles, and a mod's numbers.
+SPILLED = 128
+VARIANTS = [
+    ("no mods", 128), ("causal", 128), ("causal", 64), ("causal", 32), ("documents", 128),
+    ("alibi", 128), ("soft cap", 128), ("soft cap", 64), ("table", 64), ("rows and columns", 128),
+    ("graph", 64),
+]  # fmt: skip
+QUICK = [("causal", 128)]
+
+
+@pytest.mark.parametrize(
+    ("mods", "size"),
+    [pytest.param(*v, marks=() if v in QUICK else pytest.mark.slow) for v in VARIANTS],
+)
+def test_compiles_for_an_h200(mods, size, tmp_path):
+    attend = f"flex_attention(q, k, v, **MODS['{mods}']).astype('float32').sum()"
+    gradient = f"jax.grad(lambda q, k, v: {attend}, (0, 1, 2))"
+    printed, reports = compiled(gradient, size, "bfloat16", tmp_path)
+    backward = [r for r in reports if "backward" in r]
+    assert backward, printed
+    assert max(spills(backward)) <= SPILLED
+
+
+@pytest.fixture
+def interpreted(monkeypatch):
+    """Gradients by the kernel in the interpreter, which the lowering of a primitive can't hold."""
+    by_primitive, params = tile_sum.tile_sum, plgpu.InterpretGPUParams(detect_races=True)
+    calls = []
+
+    def by_kernel(fn, operands, context, *, hidden, outs, **options):
+        if mosaic_gpu.gradient_misfits(fn, operands):
+            return by_primitive(fn, operands, context, hidden=hidden, outs=outs, **options)
+        calls.append(fn)
+        return mosaic_gpu.tile_sum(fn, block_map, hidden, outs, operands, context, interpret=params)
+
+    monkeypatch.setattr(tile_sum, "tile_sum", by_kernel)
+    yield
+    assert calls
+    assert not found_races()
+
+
+EASY = ["bfloat16"]
+HARD = [
+    "rows without a key", "a batch without a key", "no visible pair", "more queries than keys",
+    "hidden NaN", "odd sizes", "five to one", "one query", "float16", "scores of ten thousand",
+    "the mod ignores its score", "a mod that is NaN where hidden", "hidden minus infinity",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [*EASY, *[pytest.param(n, marks=pytest.mark.slow) for n in HARD]])
+def test_gives_the_gradients_of_the_table_in_the_interpreter(name, interpreted):
+    case = CASES[name]
+    dtype = "bfloat16" if case.dtype == "float32" else case.dtype
+    check(dataclasses.replace(case, dtype=dtype, aux=("lse",)), None)
+
+
+def _gradients(implementation, q, k, v, captures, mod, **options):
+    def loss(q, k, v, captures):
+        score = partial(mod, captures) if mod else None
+        out = flex_attention(q, k, v, score_mod=score, implementation=implementation, **options)
+        return jnp.sin(out.astype(jnp.float32)).sum()
+
+    return jax.jit(jax.grad(loss, (0, 1, 2, 3)))(q, k, v, captures)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("mod", "captures"),
+    [
+        (None, ()),
+        (lambda c, s, b, h, q, k: c[0] * jnp.tanh(s / c[0]) - c[1][h] * (q - k), (3.0, SLOPES)),
+        (lambda c, s, b, h, q, k: s * c[0][b, h] + c[1][k], (jnp.ones((2, 4)), jnp.zeros(300))),
+    ],
+)
+@pytest.mark.parametrize("kv_heads", [4, 2])
+def test_captures_and_groups_over_many_tiles(mod, captures, kv_heads, interpreted):
+    keys = jax.random.split(jax.random.key(0), 3)
+    q = jax.random.normal(keys[0], (2, 200, 4, 32), jnp.bfloat16)
+    k, v = (jax.random.normal(key, (2, 300, kv_heads, 32), jnp.bfloat16) for key in keys[1:])
+    captures = jax.tree.map(jnp.asarray, captures)
+    run = partial(_gradients, q=q, k=k, v=v, captures=captures, mod=mod, mask_mod=causal())
+    wide = jax.tree.map(lambda x: x.astype(jnp.float32), dict(q=q, k=k, v=v, captures=captures))
+    true = _gradients("reference", **wide, mod=mod, mask_mod=causal())
+    for a, b in zip(jax.tree.leaves(run(None)), jax.tree.leaves(true), strict=True):
+        error = jnp.linalg.norm(a.astype(jnp.float32) - b) / jnp.linalg.norm(b)
+        assert error < 8e-3
+
+
+@hypothesis.given(st.sampled_from([1, 5]), st.just(4), st.booleans(), st.integers(0, 2**16))
+@hypothesis.settings(max_examples=12, deadline=None)
+def test_turns_count_the_blocks_launched_before(columns, tiles, in_turns, seed):
+    kinds = jax.random.randint(jax.random.key(seed), (1, 2, columns, tiles), 0, 3)
+    order, count, entries, turns = map(
+        np.asarray, _attend.walks(kinds.astype(jnp.int8), in_turns=in_turns)
+    )
+    live = np.asarray(kinds != EMPTY)
+    for unit in np.ndindex(1, 2):
+        assert sorted(order[unit]) == list(range(columns))
+        seen = np.zeros(tiles, int)
+        for block in order[unit] if in_turns else ():
+            n = count[*unit, block, 1]
+            visited = entries[*unit, block, :n] // 2
+            assert list(visited) == list(np.flatnonzero(live[*unit, block]))
+            assert list(turns[*unit, block, :n]) == list(seen[visited])
+            seen[visited] += 1
+
+
+def test_says_what_of_a_gradient_no_kernel_takes():
+    q = jnp.ones((1, 8, 4, 16), jnp.bfloat16)
+    slopes = lambda s, b, h, q, k: s - SLOPES[h] * (q - k)
+    assert which(q, q, q, score_mod=slopes, gradient=True).why == (
+        "no kernel: the program is for cpu, not for an NVIDIA GPU"
+    )
+    rows = lambda s, b, h, q, k: s + jnp.zeros(8)[q]
+    _, why = which(q, q, q, score_mod=rows, gradient=True)
+    assert "the gradient of an array that is read per query" in why
+    wide = jnp.ones((1, 8, 4, 160), jnp.bfloat16)
+    assert "registers hold 256 together" in which(wide, wide, wide, gradient=True).why
+
+
+def test_forward_mode_by_name_raises():
+    q = jnp.ones((1, 8, 4, 16), jnp.bfloat16)
+    push = lambda q: jax.jvp(
+        lambda q: flex_attention(q, q, q, implementation="mosaic_gpu"), (q,), (q,)
+    )
+    lowered = jax.jit(push).trace(q)
+    with pytest.raises(NotImplementedError, match=r"reverse mode of first order, not for Jvp"):
+        lowered.lower(lowering_platforms=("cuda",))
+
+
+@pytest.mark.parametrize("mods", MODS)
+def test_every_mod_has_a_derivative_in_the_kernel(mods):
+    q = jnp.ones((1, 1024, 4, 16), jnp.bfloat16)
+    _, why = which(q, q, q, gradient=True, **MODS[mods])
+    reasons = why.removeprefix("no kernel: the program is for cpu, not for an NVIDIA GPU")
+    assert not reasons or "the gradient of an array that is read per" in reasons
