@@ -1,6 +1,7 @@
 """Attention on one GPU: `xform.flex_attention` beside cuDNN, tokamax and PyTorch, in one run.
 
-    python3 benchmarks/attention_gpu.py                      # the table
+    python3 benchmarks/attention_gpu.py                      # the table, of the forward pass
+    python3 benchmarks/attention_gpu.py --backward           # of the backward pass alone
     python3 benchmarks/attention_gpu.py --json times.json    # and the numbers
     python3 benchmarks/attention_gpu.py --picture times.json # a picture of them, on any machine
 
@@ -9,8 +10,9 @@ in their own layout. Peers take turns, so that all meet the same clock and heat:
 median over rounds of calls in flight, wall time by count, which is the time of the device. Block
 maps that depend on arrays (documents) are made inside every call of ours; PyTorch's beforehand.
 
-TFLOP/s count the two products, 4·B·T·S·H·D, half of it where the mask is causal, whatever a mask
-spares beyond that: so compare them along a row.
+TFLOP/s count the two products, 4·B·T·S·H·D, or five backward, however many are made; half of it
+where the mask is causal, whatever a mask spares beyond that: so compare them along a row. Backward,
+ours is there twice: as it is by default, the same bits every time, and with any order of addition.
 """
 
 # pyright: reportMissingImports=false
@@ -27,7 +29,7 @@ import sys
 import time
 import types
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -52,10 +54,17 @@ class Row:
     d: int
     mask: str = "causal"
     score: str = ""
+    backward: bool = False
 
     @property
     def flops(self) -> float:
-        return 4 * self.b * self.t**2 * self.h * self.d * (1 if self.mask == "full" else 0.5)
+        products = 5 if self.backward else 2
+        whole = 1 if self.mask == "full" else 0.5
+        return 2 * products * self.b * self.t**2 * self.h * self.d * whole
+
+    @property
+    def has_mods(self) -> bool:
+        return bool(self.score) or self.mask not in ("full", "causal")
 
 
 SHAPES = [
@@ -117,14 +126,22 @@ def jax_inputs(row: Row):
     return (of(kq, row.h), of(kk, row.kv), of(kv, row.kv)), slopes, table
 
 
-def in_jax(f: Callable, *args) -> Callable:
+def in_jax(row: Row, f: Callable, q, k, v, *rest) -> Callable:
+    """A call of `f`, or of its derivative by q, k and v at what the forward pass has kept."""
     import jax
+    import jax.numpy as jnp
 
-    compiled = jax.jit(f).lower(*args).compile()
-    return lambda: compiled(*args)
+    if not row.backward:
+        compiled = jax.jit(f).lower(q, k, v, *rest).compile()
+        return lambda: compiled(q, k, v, *rest)
+    keep = lambda q, k, v, *rest: jax.vjp(lambda q, k, v: f(q, k, v, *rest), q, k, v)
+    _, pull_back = jax.jit(keep)(q, k, v, *rest)
+    ct = jax.random.normal(jax.random.key(1), q.shape, jnp.bfloat16)
+    compiled = jax.jit(lambda pull_back, ct: pull_back(ct)).lower(pull_back, ct).compile()
+    return lambda: compiled(pull_back, ct)
 
 
-def xform(row: Row) -> Callable:
+def xform(row: Row, *, deterministic: bool = True) -> Callable:
     import jax.numpy as jnp
 
     from xform import flex_attention
@@ -133,23 +150,30 @@ def xform(row: Row) -> Callable:
 
     def attend(q, k, v, slopes, table, ids):
         score = score_of(row.score, jnp.tanh, slopes, table, row.t)
-        return flex_attention(q, k, v, score_mod=score, mask_mod=mask_of(row.mask, ids))
+        return flex_attention(
+            q, k, v,
+            score_mod=score, mask_mod=mask_of(row.mask, ids), deterministic=deterministic,
+        )  # fmt: skip
 
-    return in_jax(attend, q, k, v, slopes, table, jnp.arange(row.t) // DOCUMENT)
+    return in_jax(row, attend, q, k, v, slopes, table, jnp.arange(row.t) // DOCUMENT)
+
+
+def xform_any_order(row: Row) -> Callable | None:
+    return xform(row, deterministic=False) if row.backward else None
 
 
 def cudnn_jax(row: Row) -> Callable | None:
     import jax
 
-    if row not in SHAPES:
+    if row.has_mods:
         return None
     causal = row.mask == "causal"
     f = partial(jax.nn.dot_product_attention, is_causal=causal, implementation="cudnn")
-    return in_jax(f, *jax_inputs(row)[0])
+    return in_jax(row, f, *jax_inputs(row)[0])
 
 
 def tokamax(row: Row) -> Callable | None:
-    if row not in SHAPES:
+    if row.has_mods:
         return None
     for name in ("xprof", "xprof.cli", "xprof.cli.tools"):  # a profiler that it imports
         module = types.ModuleType(name)
@@ -159,7 +183,7 @@ def tokamax(row: Row) -> Callable | None:
 
     causal = row.mask == "causal"
     f = partial(dot_product_attention, is_causal=causal, implementation="mosaic_gpu")
-    return in_jax(f, *jax_inputs(row)[0])
+    return in_jax(row, f, *jax_inputs(row)[0])
 
 
 def torch_inputs(row: Row):
@@ -172,28 +196,38 @@ def torch_inputs(row: Row):
     return heads, put(slopes), put(table)
 
 
+def in_torch(row: Row, f: Callable, *heads) -> Callable:
+    """As `in_jax`."""
+    import torch
+
+    if not row.backward:
+        return lambda: f(*heads)
+    heads = [x.requires_grad_() for x in heads]
+    out = f(*heads)
+    ct = torch.randn_like(out)
+    return lambda: torch.autograd.grad(out, heads, ct, retain_graph=True)
+
+
 def cudnn_torch(row: Row) -> Callable | None:
-    if row not in SHAPES:
+    if row.has_mods:
         return None
     from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.nn.functional import scaled_dot_product_attention
 
-    (q, k, v), *_ = torch_inputs(row)
-
-    def call():
+    def attend(q, k, v):
         with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
             return scaled_dot_product_attention(
                 q, k, v, is_causal=row.mask == "causal", enable_gqa=row.h != row.kv
             )
 
-    return call
+    return in_torch(row, attend, *torch_inputs(row)[0])
 
 
 def flex_torch(row: Row) -> Callable:
     import torch
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-    (q, k, v), slopes, table = torch_inputs(row)
+    heads, slopes, table = torch_inputs(row)
     ids = torch.arange(row.t, device="cuda") // DOCUMENT
     torch._dynamo.reset()  # or it gives up on a function that it has compiled for many masks
     mask, blocks = mask_of(row.mask, ids), None
@@ -201,12 +235,13 @@ def flex_torch(row: Row) -> Callable:
         blocks = torch.compile(create_block_mask)(mask, None, None, row.t, row.t, device="cuda")
     score = score_of(row.score, torch.tanh, slopes, table, row.t)
     f = torch.compile(flex_attention, dynamic=False)
-    return lambda: f(q, k, v, score_mod=score, block_mask=blocks, enable_gqa=row.h != row.kv)
+    attend = partial(f, score_mod=score, block_mask=blocks, enable_gqa=row.h != row.kv)
+    return in_torch(row, attend, *heads)
 
 
 PEERS = {
-    "xform": xform, "cuDNN, JAX": cudnn_jax, "tokamax": tokamax, "cuDNN, torch": cudnn_torch,
-    "FlexAttention": flex_torch,
+    "xform": xform, "xform, any order": xform_any_order, "cuDNN, JAX": cudnn_jax,
+    "tokamax": tokamax, "cuDNN, torch": cudnn_torch, "FlexAttention": flex_torch,
 }  # fmt: skip
 
 
@@ -214,8 +249,9 @@ PEERS = {
 
 
 def wait(result) -> None:
-    if hasattr(result, "block_until_ready"):
-        result.block_until_ready()
+    first = result[0] if isinstance(result, tuple) else result
+    if hasattr(first, "block_until_ready"):
+        first.block_until_ready()
     else:
         import torch
 
@@ -231,9 +267,10 @@ def milliseconds(call: Callable, count: int) -> float:
 
 
 def error(result, truth) -> float:
-    """Of the first head, relative, in float32."""
+    """Of the first head, relative, in float32: of the output, or of the gradient by queries."""
     import numpy as np
 
+    result, truth = (x[0] if isinstance(x, tuple) else x for x in (result, truth))
     if not hasattr(result, "block_until_ready"):
         result = result[:, :1].transpose(1, 2).float().cpu().numpy()
     first = lambda x: np.asarray(x[:1, :2048, :1], np.float32)
@@ -263,16 +300,17 @@ def measure(row: Row) -> dict[str, float]:
     return {name: median(r[name] for r in rounds) for name in calls}
 
 
-def table(results: dict[str, dict[str, float]]) -> None:
+def table(rows: list[Row], results: dict[str, dict[str, float]]) -> None:
     print(f"\n| TFLOP/s | {' | '.join(PEERS)} | ratio to the best peer |")
     print("|" + "---|" * (len(PEERS) + 2))
-    for row in (*SHAPES, *MODS):
+    for row in rows:
         times = results.get(row.name)
         if not times or "xform" not in times:
             continue
         rates = [f"{row.flops / times[n] / 1e9:.0f}" if n in times else "–" for n in PEERS]
-        others = [t for name, t in times.items() if name != "xform"]
-        ratio = f"{min(others) / times['xform']:.2f}" if others else "–"
+        peers = [t for name, t in times.items() if not name.startswith("xform")]
+        ratios = [min(peers) / t for n, t in times.items() if n.startswith("xform")] * bool(peers)
+        ratio = " / ".join(f"{x:.2f}" for x in ratios) or "–"
         print(f"| {row.name} | {' | '.join(rates)} | {ratio} |", flush=True)
 
 
@@ -281,14 +319,17 @@ def picture(path: Path) -> None:
     import matplotlib.pyplot as plt
     import numpy as np
 
-    results = json.loads(path.read_text())["milliseconds"]
-    rows = [row for row in (*SHAPES, *MODS) if row.name in results]
+    run = json.loads(path.read_text())
+    results, backward = run["milliseconds"], run["backward"]
+    rows = [replace(row, backward=backward) for row in (*SHAPES, *MODS) if row.name in results]
     figure, axis = plt.subplots(figsize=(11, 5.5), layout="constrained")
-    for n, name in enumerate(PEERS):
+    seen = [name for name in PEERS if any(name in times for times in results.values())]
+    for n, name in enumerate(seen):
         rates = [row.flops / results[row.name].get(name, np.inf) / 1e9 for row in rows]
         axis.bar(np.arange(len(rows)) + 0.16 * (n - 2), np.minimum(rates, 1500), 0.16, label=name)
     axis.set_xticks(range(len(rows)), [row.name for row in rows], rotation=30, ha="right")
-    axis.set_ylabel("TFLOP/s, bfloat16, forward (bars cut at 1,500)")
+    which = "backward" if backward else "forward"
+    axis.set_ylabel(f"TFLOP/s, bfloat16, {which} (bars cut at 1,500)")
     axis.set_title("Attention on one H200: higher is better; sparse masks count as causal ones")
     axis.legend()
     figure.savefig(path.with_suffix(".png"), dpi=150)
@@ -298,7 +339,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--json", type=Path)
     parser.add_argument("--picture", type=Path)
-    parser.add_argument("--only", default="", help="rows whose name contains this")
+    parser.add_argument("--only", default="", help="rows whose name contains one of these parts")
+    parser.add_argument("--backward", action="store_true", help="time the backward pass alone")
     options = parser.parse_args()
     if options.picture:
         return picture(options.picture)
@@ -316,13 +358,15 @@ def main() -> None:
         heading += ", no torch"
     print(heading, flush=True)
     results = {}
-    for row in (*SHAPES, *MODS):
-        if options.only in row.name:
-            results[row.name] = measure(row)
-            jax.clear_caches()
-            if options.json:
-                options.json.write_text(json.dumps({"run": heading, "milliseconds": results}))
-    return table(results)
+    rows = [replace(row, backward=options.backward) for row in (*SHAPES, *MODS)]
+    rows = [row for row in rows if any(part in row.name for part in options.only.split(","))]
+    for row in rows:
+        results[row.name] = measure(row)
+        jax.clear_caches()
+        if options.json:
+            run = {"run": heading, "backward": options.backward, "milliseconds": results}
+            options.json.write_text(json.dumps(run))
+    return table(rows, results)
 
 
 if __name__ == "__main__":
