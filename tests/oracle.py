@@ -29,11 +29,20 @@ def plain(q, k, v, *, score_mod=None, mask_mod=None):
     return jnp.einsum("bhts,bshv->bthv", p, v, preferred_element_type=jnp.float32).astype(q.dtype)
 
 
+UNOPTIMISED = {"xla_backend_optimization_level": 0}
+"""Options of a program that runs once: XLA's optimiser would take longer than it."""
+
+
+def once(f: Callable, *args):
+    """Runs `f` once, unoptimised."""
+    return jax.jit(f, compiler_options=UNOPTIMISED)(*args)
+
+
 def in_float64(f: Callable, *args):
     """`f(*args)` with all floating arguments in float64, as numpy arrays."""
     with jax.enable_x64(True):
         wide = lambda x: np.asarray(x, np.float64) if jnp.issubdtype(x.dtype, jnp.floating) else x
-        return jax.tree.map(np.asarray, jax.jit(f)(*jax.tree.map(wide, args)))
+        return jax.tree.map(np.asarray, once(f, *jax.tree.map(wide, args)))
 
 
 def assert_as_right_as(found, judge, truth) -> None:

@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.interpreters import partial_eval as pe
+from jax.tree_util import PyTreeDef
 
 from xform._amount import constant, exact
 from xform._compat import Jaxpr, Var, jaxpr_as_fun
@@ -200,10 +201,6 @@ class _Mask:
 
     def _over_maps(self, f: Callable) -> np.ndarray:
         """`f(b, h, *context)` for each map that there is, along one leading dimension."""
-        arrays = [
-            unknown(t.shape[self.hidden :], t.dtype) if x is None else jnp.asarray(x)
-            for x, t in zip(self.arrays, self.types, strict=True)
-        ]
         moving = tuple(x is not None for x in self.arrays)
         axes, sizes = [], []
         for d in range(self.hidden):
@@ -211,10 +208,18 @@ class _Mask:
             axes.append(tuple(0 if x else None for x in full))
             known = [t.shape[d] for x, t in zip(full, self.types, strict=True) if x]
             sizes.append(max(known, default=1))
-        run = _runner(f, moving, tuple(axes), tuple(sizes))
         with jax.ensure_compile_time_eval():
-            indices = (jnp.arange(n, dtype=jnp.int32) for n in (self.batch, self.heads))
-            out = np.asarray(run(*indices, *arrays))
+            indices = [jnp.arange(n, dtype=jnp.int32) for n in (self.batch, self.heads)]
+            arrays = [
+                unknown(t.shape[self.hidden :], t.dtype) if x is None else jnp.asarray(x)
+                for x, t in zip(self.arrays, self.types, strict=True)
+            ]
+            # On one device, wherever they lie.
+            args = jax.device_put((*indices, *arrays), jax.devices()[0])
+        leaves, tree = jax.tree.flatten(args)
+        types = tuple((x.shape, x.dtype, x.sharding) for x in leaves)
+        run = _compiled(f, moving, tuple(axes), tuple(sizes), tree, types)
+        out = np.asarray(run(*leaves))
         return out.reshape(-1, *out.shape[self.hidden + 2 :])
 
     def tiles(self, q_tile: int, kv_tile: int) -> np.ndarray:
@@ -275,13 +280,21 @@ def _classify(mask: Jaxpr | None, rows: int, cols: int, q_tile: int, kv_tile: in
 
 
 @functools.lru_cache(maxsize=256)
-def _runner(f: Callable, moving: tuple, axes: tuple, sizes: tuple) -> Callable:
-    """`f` over all heads, batches and hidden dimensions, of which known arrays have some."""
+def _compiled(
+    f: Callable, moving: tuple, axes: tuple, sizes: tuple, tree: PyTreeDef, types: tuple
+) -> Callable:
+    """`f` over all heads, batches and hidden dimensions, of which known arrays have some.
+
+    Compiled apart from its call: evaluation at trace time would fold what is constant in it one
+    operation at a time, each a program of its own.
+    """
     others = (None,) * len(moving)
     run = jax.vmap(jax.vmap(f, (None, 0, *others)), (0, None, *others))
     for axis, size in zip(reversed(axes), reversed(sizes), strict=True):
         run = _over_hidden(run, axis, moving, size)
-    return jax.jit(run)
+    structs = [jax.ShapeDtypeStruct(shape, dtype, sharding=at) for shape, dtype, at in types]
+    flat = lambda *leaves: run(*jax.tree.unflatten(tree, leaves))
+    return jax.jit(flat).lower(*structs).compile()
 
 
 def _over_hidden(run: Callable, axes: tuple, moving: tuple, size: int) -> Callable:

@@ -11,6 +11,7 @@ pytest.importorskip("orbax.checkpoint")
 
 import generate
 import llama
+from tests.oracle import once
 from xform.train import run
 from xform.train.checkpoint import Checkpoints
 
@@ -21,7 +22,7 @@ PROMPT = np.array([[3, 1, 4, 1, 5], [9, 2, 6, 5, 3]])
 @cache
 def params():
     """Sharper than fresh ones, so that greedy choices are no ties."""
-    return jax.tree.map(lambda x: 2 * x, llama.init(SMALL, jax.random.key(1)))
+    return jax.tree.map(lambda x: 2 * x, once(partial(llama.init, SMALL), jax.random.key(1)))
 
 
 @pytest.mark.parametrize(
@@ -37,7 +38,7 @@ def test_the_tokens_are_those_of_the_full_forward_pass(how, tokens):
     key = jax.random.key(7)
     found = generate.generate(params(), PROMPT, SMALL, tokens=tokens, key=key, **how)
     text = jnp.concatenate([jnp.asarray(PROMPT), found], axis=1)
-    logits = jax.jit(partial(llama.logits, config=SMALL))(params(), text, jnp.zeros_like(text))
+    logits = once(partial(llama.logits, config=SMALL), params(), text, jnp.zeros_like(text))
     how = {"top_k": None, "top_p": None, **how}
     pick = jax.jit(lambda t: generate.choose(logits[:, t - 1], jax.random.fold_in(key, t), **how))
     expected = np.stack([pick(t) for t in range(5, 5 + tokens)], axis=1)
@@ -78,7 +79,8 @@ def test_only_what_top_k_and_top_p_leave_is_drawn():
 
 def test_a_checkpoint_is_asked(tmp_path, capsys):
     model = llama.Config(layers=1, width=16, heads=4, kv_heads=2, head_size=4, hidden=16)
-    state = {"params": llama.init(model, jax.random.key(0)), "optimizer": jnp.zeros(3)}
+    params = once(partial(llama.init, model), jax.random.key(0))
+    state = {"params": params, "optimizer": jnp.zeros(3)}
     config = {"model": vars(model), "tokenizer": None, "data": ["a.txt"]}
     run.begin(tmp_path, config)
     with Checkpoints(tmp_path / "checkpoints") as checkpoints:

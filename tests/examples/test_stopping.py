@@ -13,9 +13,10 @@ for package in ("matplotlib", "optax", "orbax.checkpoint", "rich", "tyro"):
     pytest.importorskip(package)
 
 ROOT = Path(__file__).parents[2]
+STEPS = 40
 MODEL = "layers=1 width=16 heads=4 kv-heads=2 head-size=4 hidden=16"
 CONFIG = [
-    *(f"--{x}" for x in ("batch=4", "length=32", "dp=4", "tp=2", "steps=120", "save-every=1")),
+    *(f"--{x}" for x in ("batch=4", "length=32", "dp=4", "tp=2", f"steps={STEPS}", "save-every=1")),
     *(f"--model.{x}" for x in MODEL.split()),
     *(f"--data={ROOT}/README.md", "--temperature=0"),
 ]
@@ -67,7 +68,7 @@ def unbroken(tmp_path_factory) -> list[float]:
     process = start(folder, *CONFIG)
     out, _ = process.communicate(timeout=480)
     assert process.returncode == 0, out[-2000:]
-    assert len(losses(folder)) == 120
+    assert len(losses(folder)) == STEPS
     return losses(folder)
 
 
@@ -83,7 +84,7 @@ def test_a_run_that_is_stopped_goes_on_as_if_unbroken(unbroken, tmp_path, name, 
     process.send_signal(number)
     out, _ = process.communicate(timeout=120)
     done = len(losses(folder))
-    assert 5 <= done < 120
+    assert 5 <= done < STEPS
     assert losses(folder) == unbroken[:done]
     if name == "SIGKILL":
         assert process.returncode == -number

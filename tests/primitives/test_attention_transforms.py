@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from jax.ad_checkpoint import checkpoint_name
 
+from tests.oracle import once
 from xform.jaxpr import trace, walk
 from xform.primitives.attention import flex_attention
 from xform.primitives.masks import causal, documents, prefix, sliding_window
@@ -25,6 +26,10 @@ SHORT, LONG = 24, 400  # one tile; two tiles a side
 def float64():
     with jax.enable_x64(True):
         yield
+
+
+def normal(seed, *shape):
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape))
 
 
 def problem(length=SHORT, heads=4, seed=0, mapped: Mapping[str, int] = MappingProxyType({})):
@@ -58,11 +63,6 @@ def loss(attention, x, *mask):
     """A scalar in which every element of the output counts differently."""
     out = output(attention, x, *mask)
     return jnp.sin(out + jnp.arange(out.size).reshape(out.shape)).sum()
-
-
-def once(f, *args):
-    """Runs a program once: XLA's optimiser would take longer than the program."""
-    return jax.jit(f, compiler_options={"xla_backend_optimization_level": 0})(*args)
 
 
 def assert_same(transformed, *args):
@@ -160,7 +160,7 @@ def test_one_linearisation_serves_many_vectors():
         return out, [push(dx) for dx in vectors], [pull(ct)[0] for ct in cts]
 
     vectors = [problem(seed=1), problem(seed=2)]
-    cts = list(jax.random.normal(jax.random.key(3), (2, 1, SHORT, 4, 6)))
+    cts = list(normal(3, 2, 1, SHORT, 4, 6))
     out, pushed, pulled = once(run, problem(), vectors, cts)
     assert np.array_equal(out, once(f, problem()))
     for dx, image in zip(vectors, pushed, strict=True):
@@ -218,6 +218,23 @@ def test_vmap_over_windows_and_documents():
     assert_same(each, problem(LONG, heads=2), masks)
 
 
+def test_vmap_over_sinks_masks_and_dropout_keys_along_any_dimension():
+    def each(attention):
+        def f(q, k, v, sinks, window, key):
+            out, aux = attention(
+                q, k, v, sinks=sinks, mask_mod=causal() & sliding_window(window), aux=("lse",),
+                dropout_rate=0.3, dropout_key=key,
+            )  # fmt: skip
+            return jnp.sin(out).sum() + jnp.cos(aux.lse[...]).sum()
+
+        return jax.vmap(jax.value_and_grad(f, (0, 1, 2, 3)), (-1, None, 2, 1, 0, 0))
+
+    x, (q, v) = problem(), normal(2, 2, 2, 1, SHORT, 4, 8)
+    q, v = jnp.moveaxis(q, 0, -1), jnp.moveaxis(v[..., :2, :], 0, 2)
+    sinks, windows = jnp.arange(8.0).reshape(4, 2) / 5, jnp.array([4, 30])
+    assert_same(each, q, x["k"], v, sinks, windows, jax.random.split(jax.random.key(0), 2))
+
+
 def operand_shapes(f, *args):
     """The shapes of what the attention in a program reads."""
     (site,) = (s for s in walk(trace(f, *args)) if s.eqn.primitive.name == "flex_attention")
@@ -252,7 +269,7 @@ def test_a_scan_over_layers_with_a_window_each():
             q = q + output(DENSE, {**x, "q": q}, causal() & sliding_window(size)) @ mixer
         return jnp.sin(q).sum()
 
-    args = problem(LONG, heads=2), jax.random.normal(jax.random.key(4), (3, 6, 8))
+    args = problem(LONG, heads=2), normal(4, 3, 6, 8)
     found, true = once(lambda *a: [jax.value_and_grad(f)(*a) for f in (layers, by_hand)], *args)
     assert_close(found, true)
 
@@ -317,7 +334,7 @@ def test_a_checkpoint_policy_decides_whether_the_forward_pass_runs_again(policy,
 def test_shard_map_gives_values_and_gradients_of_one_device():
     """Batch over dp, heads over tp, types checked: replicated captures get summed gradients."""
     b, t, h = 4, 40, 4
-    keys = jax.random.split(jax.random.key(0), 6)
+    rng = np.random.default_rng(0)
     shapes = {
         "q": (b, t, h, 8), "k": (b, t, h // 2, 8), "v": (b, t, h // 2, 6),
         "slopes": (h,), "table": (16,), "factor": (),
@@ -325,8 +342,8 @@ def test_shard_map_gives_values_and_gradients_of_one_device():
     P = jax.P
     specs = {"q": P("dp", None, "tp"), "k": P("dp", None, "tp"), "v": P("dp", None, "tp"),
              "slopes": P("tp"), "table": P(), "factor": P()}  # fmt: skip
-    x = {n: jax.random.normal(k, s) for k, (n, s) in zip(keys, shapes.items(), strict=False)}
-    ids = jnp.sort(jax.random.randint(keys[5], (b, t), 0, 3))
+    x = {name: jnp.asarray(rng.normal(size=shape)) for name, shape in shapes.items()}
+    ids = jnp.asarray(np.sort(rng.integers(0, 3, (b, t))))
 
     def f(attention, x, ids):
         def score(s, b, h, q, k):
@@ -374,7 +391,7 @@ def attend_with(x, table, sign=1):
 
 
 def test_a_fresh_closure_of_the_same_code_compiles_nothing():
-    x, (one, two) = problem(), jax.random.normal(jax.random.key(1), (2, SHORT))
+    x, (one, two) = problem(), normal(1, 2, SHORT)
     run = lambda table, **sign: jax.value_and_grad(
         lambda table: attend_with(x, table, **sign).sum()
     )(table)
@@ -383,6 +400,7 @@ def test_a_fresh_closure_of_the_same_code_compiles_nothing():
         second = run(two)
     assert count["n"] == 0
     assert not np.allclose(first[0], second[0])
+    assert_close(second, jax.jit(run)(two))  # op by op means the same
     with compilations() as count:
         run(two, sign=-1)
     assert count["n"] > 0
@@ -390,7 +408,7 @@ def test_a_fresh_closure_of_the_same_code_compiles_nothing():
 
 def test_equal_code_is_one_program_however_often_it_is_traced():
     """Layers of one model share their parameters, so JAX lowers and caches them as one."""
-    x, tables = problem(), jax.random.normal(jax.random.key(1), (3, SHORT))
+    x, tables = problem(), normal(1, 3, SHORT)
     f = lambda x, tables, sign: [
         jax.grad(lambda t: attend_with(x, t, sign).sum())(t) for t in tables
     ]

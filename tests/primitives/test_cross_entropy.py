@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.oracle import assert_as_right_as, in_float64
+from tests.oracle import assert_as_right_as, in_float64, once
 from xform import linear_cross_entropy
 from xform._hlo import compile_for
 from xform.jaxpr import trace, walk
@@ -24,11 +24,6 @@ OPTIONS = {
     "z-loss": {"z_loss": 0.01},
     "everything": {"softcap": 2.0, "label_smoothing": 0.2, "z_loss": 0.01, "vocab_dim": 0},
 }
-
-
-def once(f, *args):
-    """Runs a program once: XLA's optimiser would take longer than the program."""
-    return jax.jit(f, compiler_options={"xla_backend_optimization_level": 0})(*args)
 
 
 def problem(t=T, d=D, v=V, dtype="float64", vocab_dim=1, seed=0):
@@ -139,10 +134,8 @@ def test_every_chunking_gives_one_answer():
     with jax.enable_x64(True):
         x, labels, cts = problem()
         of = lambda chunks: jax.grad(partial(loss, chunks=chunks), has_aux=True)
-        one, *others = [None, SMALL, Chunks((11, 256), (5, 256))]
-        true = once(of(one), x, labels, cts)
-        for chunks in others:
-            close(once(of(chunks), x, labels, cts), true, rtol=1e-12)
+        each = [of(chunks) for chunks in (None, Chunks((11, 256), (5, 256)))]
+        close(*once(lambda *x: [f(*x) for f in each], x, labels, cts), rtol=1e-12)
 
 
 # ---- Labels --------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType
 
+from tests.oracle import once
 from xform import linear_cross_entropy
 from xform.jaxpr import trace, walk
 from xform.lowering._loss_fn import Chunks
@@ -28,11 +29,6 @@ P = jax.P
 def float64():
     with jax.enable_x64(True):
         yield
-
-
-def once(f, *args):
-    """Runs a program once: XLA's optimiser would take longer than the program."""
-    return jax.jit(f, compiler_options={"xla_backend_optimization_level": 0})(*args)
 
 
 def problem(seed=0, mapped: Mapping[str, int] = MappingProxyType({})):

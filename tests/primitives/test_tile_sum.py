@@ -1,11 +1,14 @@
 """Tile sums: one sum, whose derivatives and transposes are sums of its own kind."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.interpreters import partial_eval as pe
 
+from tests.oracle import UNOPTIMISED
 from xform.jaxpr import trace, walk
 from xform.lowering._spec import At, Spec
 from xform.lowering._tile_fn import COL, ROW, Attend, Jvp, Transpose
@@ -15,6 +18,7 @@ from xform.primitives.masks import causal
 from xform.primitives.tile_sum import tile_sum
 
 T, S, H, K, D, V = 7, 9, 4, 2, 5, 3
+unoptimised = partial(jax.jit, compiler_options=UNOPTIMISED)
 
 
 @pytest.fixture(autouse=True)
@@ -23,20 +27,15 @@ def float64():
         yield
 
 
-def once(f):
-    """A program that runs once: XLA's optimiser would take longer than it."""
-    return jax.jit(f, compiler_options={"xla_backend_optimization_level": 0})
-
-
 def problem(hidden=()):
     """A tile function that reads a table by distance, its operands and its results."""
-    table = jax.random.normal(jax.random.key(8), (16,))
+    rng = np.random.default_rng(0)
+    table = jnp.asarray(rng.normal(size=16))
     score = lambda s, b, h, q, k: jnp.tanh(s) + table[jnp.abs(q - k)]
     mods = take_apart(score, causal(), jnp.float64)
     spec = Spec(0.4, jnp.dtype("float64"), mods.score, mods.reads, mods.mask, mods.mask_dims)
     shapes = [(2, T, H, D), (2, T, H), (2, T, H), (2, S, K, D), (2, S, K, V), (16,)]
-    keys = jax.random.split(jax.random.key(0), len(shapes))
-    operands = [jax.random.normal(key, (*hidden, *s)) for key, s in zip(keys, shapes, strict=True)]
+    operands = [jnp.asarray(rng.normal(size=(*hidden, *shape))) for shape in shapes]
     outs = [jax.ShapeDtypeStruct((*hidden, 2, T, H, *tail), jnp.float64) for tail in ((V,), ())]
     return Attend(spec), operands, outs
 
@@ -64,7 +63,7 @@ def test_a_tile_sum_and_both_its_derivatives_are_those_of_the_dense_sum():
     cts = [jnp.cos(jnp.arange(np.prod(o.shape))).reshape(o.shape) for o in outs]
     tangents = [jnp.sin(3 * x) for x in operands]
 
-    @once
+    @unoptimised
     def run(operands, tangents, cts):
         def of(f):
             values, pull = jax.vjp(f, *operands)
@@ -83,7 +82,7 @@ def test_the_transpose_is_the_adjoint_in_any_operands():
     dot = lambda xs, ys: sum(jnp.vdot(x, y) for x, y in zip(xs, ys, strict=True))
     subsets = [(0,), (1, 3), (5,), (0, 1, 2, 3, 4, 5)]
 
-    @once
+    @unoptimised
     def run(operands, tangents, cts):
         sums = []
         for subset in subsets:
@@ -112,7 +111,7 @@ def test_a_hidden_dimension_of_one_is_shared_and_its_gradient_a_sum():
         rows = [dense(x, *(y[0] for y in others)) for x in q]
         return [jnp.stack(x) for x in zip(*rows, strict=True)]
 
-    @once
+    @unoptimised
     def run(operands):
         total = lambda f: lambda *x: sum(jnp.sin(y).sum() for y in f(*x))
         return [jax.grad(total(f), (0, 1, 2, 3, 4, 5))(*operands) for f in (fused, by_hand)]
@@ -139,7 +138,7 @@ def names(f, *args):
 
 def test_no_order_of_derivative_leaves_the_two_primitives():
     """What is differentiated is never a loop over tiles, whose derivative would store them all."""
-    q, k, v = jax.random.normal(jax.random.key(0), (3, 1, 600, 2, 8))
+    q, k, v = jnp.asarray(np.random.default_rng(0).normal(size=(3, 1, 600, 2, 8)))
     f = lambda q: jnp.sin(flex_attention(q, k, v, mask_mod=causal())).sum()
     along = lambda f: lambda q: jnp.vdot(jax.jvp(f, (q,), (v,))[1], k)
     for order in (f, jax.grad(f), along(jax.grad(f)), jax.grad(along(jax.grad(f)))):

@@ -1,4 +1,5 @@
 import json
+from contextlib import contextmanager
 
 import pytest
 
@@ -50,26 +51,36 @@ def test_many_points_are_thinned_to_means():
     assert len(thinned) == _POINTS
 
 
-def test_a_full_disk_is_an_error_that_names_the_file(tmp_path):
+@contextmanager
+def files_of(size):
+    """No file may grow beyond it: writes fail as they do on a full disk."""
     resource = pytest.importorskip("resource")
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_full_disk_is_an_error_that_names_the_file(tmp_path):
     with Metrics(tmp_path, PANELS) as metrics:
         metrics.write(1, loss=1.0, rate=None)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (50, before[1]))
-        try:
-            with pytest.raises(OSError, match=r"step 2 could not .*jsonl`: File too large.*resume"):
-                metrics.write(2, loss=1.0, rate=None)
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        message = r"step 2 could not .*jsonl`: File too large.*resume"
+        with files_of(50), pytest.raises(OSError, match=message):
+            metrics.write(2, loss=1.0, rate=None)
+        message = r"curves.png` could not be written: File too large.*resume"
+        with files_of(900), pytest.raises(OSError, match=message):
+            metrics.draw()
     assert not (tmp_path / "metrics.jsonl").read_text().endswith("\n"), "a part of it is there"
     with Metrics(tmp_path, PANELS, done=1):
         assert [x["step"] for x in lines(tmp_path)] == [1]
+    assert {path.name for path in tmp_path.iterdir()} == {"curves.png", "metrics.jsonl"}
 
 
-def test_a_file_that_can_not_be_written_keeps_its_contents(tmp_path, monkeypatch):
+def test_a_file_that_can_not_be_written_keeps_its_contents(tmp_path):
     path = tmp_path / "run.json"
     replace(path, b"old")
-    monkeypatch.setattr("os.replace", lambda *_: (_ for _ in ()).throw(OSError("full")))
-    with pytest.raises(OSError, match="full"):
-        replace(path, b"new")
-    assert path.read_bytes() == b"old"
+    with files_of(50), pytest.raises(OSError, match=r"run.json` could not be written: File too"):
+        replace(path, b"new" * 99)
+    assert [(x.name, x.read_bytes()) for x in tmp_path.iterdir()] == [("run.json", b"old")]

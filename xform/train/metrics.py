@@ -1,5 +1,6 @@
 """The numbers of a run: a line of JSON for each step, and a picture that is redrawn as it grows."""
 
+import io
 import json
 import os
 import time
@@ -91,19 +92,30 @@ class Metrics:
             ax.set_ylabel(name)
             ax.grid(alpha=0.3)
         axes[-1].set_xlabel("step")
-        part = self.picture.with_suffix(".part")
-        figure.savefig(part, format="png", dpi=120)
-        os.replace(part, self.picture)
+        picture = io.BytesIO()
+        figure.savefig(picture, format="png", dpi=120)
+        replace(self.picture, picture.getvalue())
 
     def _point(self, entry: Mapping[str, float | int | None]) -> tuple:
         return (entry["step"], *(entry[name] for name in self._panels))
 
 
 def replace(path: Path, data: bytes) -> None:
-    """Writes a file so that at any time it has its old contents or its new ones."""
+    """Writes a file so that at any time it has its old contents or its new ones.
+
+    Raises:
+      OSError: It could not be written, for want of space for example; the old contents are there.
+    """
     part = path.with_name(path.name + ".part")
-    part.write_bytes(data)
-    os.replace(part, path)
+    try:
+        part.write_bytes(data)
+        os.replace(part, path)
+    except OSError as error:
+        part.unlink(missing_ok=True)
+        reason = error.strerror or error
+        raise OSError(
+            f"`{path}` could not be written: {reason}. Mend that, then resume."
+        ) from error
 
 
 def _entries(path: Path) -> list[dict]:
