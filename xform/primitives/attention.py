@@ -33,10 +33,10 @@ from xform.lowering._spec import Spec
 from xform.lowering._tile_fn import COL, ROW, Attend, Jvp, Peak, base, log_sum
 from xform.primitives._choose import IMPLEMENTATIONS, Choice, Device, choose
 from xform.primitives._mods import take_apart
+from xform.primitives._objects import Mod, Shape
 from xform.primitives._rules import add_hidden_dim, broadcast_like, hidden_sizes, join_axes
 from xform.primitives._split import Layout, Layouts, splittable
 from xform.primitives.block_map import block_map
-from xform.primitives.masks import Mask
 from xform.primitives.tile_sum import tile_sum
 
 
@@ -136,7 +136,7 @@ def flex_attention(
     """
     aux = (aux,) if isinstance(aux, str) else aux
     _check(q, k, v, sinks, dropout_rate, dropout_key, aux, implementation)
-    _check_mods(score_mod, mask_mod, scale, (q.shape[0], q.shape[1], k.shape[1]))
+    _check_mods(score_mod, mask_mod, scale, Shape(q.shape[0], q.shape[2], q.shape[1], k.shape[1]))
     del deterministic  # the blockwise lowering adds in a fixed order in any case
     scale = max(1, q.shape[-1]) ** -0.5 if scale is None else scale
     size = v.shape[-1]
@@ -394,7 +394,7 @@ def _check(q, k, v, sinks, dropout_rate, dropout_key, aux, implementation) -> No
         raise ValueError("flex_attention: " + "; ".join(wrong) + ".")
 
 
-def _check_mods(score_mod, mask_mod, scale, shape: tuple[int, int, int]) -> None:
+def _check_mods(score_mod, mask_mod, scale, shape: Shape) -> None:
     for name, mod in (("score_mod", score_mod), ("mask_mod", mask_mod)):
         if isinstance(mod, type):
             raise TypeError(f"`{name}` is the class `{mod.__name__}`: call it, `{mod.__name__}()`.")
@@ -403,7 +403,8 @@ def _check_mods(score_mod, mask_mod, scale, shape: tuple[int, int, int]) -> None
                 f"`{name}` must be a function of scalars, found {type(mod).__name__}. Of an array, "
                 "make one: `lambda b, h, q_idx, kv_idx: array[q_idx, kv_idx]`."
             )
-    if isinstance(mask_mod, Mask) and (wrong := mask_mod.misfits(*shape)):
+    mods = [mod for mod in (score_mod, mask_mod) if isinstance(mod, Mod)]
+    if wrong := [words for mod in mods for words in mod.misfits(shape)]:
         raise ValueError(f"flex_attention: {'; '.join(wrong)}.")
     if scale is not None and jnp.shape(scale):
         raise ValueError(f"`scale` must be a scalar, found shape {jnp.shape(scale)}.")
