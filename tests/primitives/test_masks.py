@@ -1,5 +1,6 @@
 """Masks say what they mean, combine, print as they are written, and travel through transforms."""
 
+from dataclasses import FrozenInstanceError
 from xml.etree import ElementTree
 
 import jax
@@ -11,6 +12,7 @@ from xform.primitives.attention import flex_attention
 from xform.primitives.masks import (
     bigbird,
     block_diagonal,
+    block_sparse,
     causal,
     causal_lower_right,
     dilated,
@@ -21,7 +23,6 @@ from xform.primitives.masks import (
     morton,
     neighborhood,
     prefix,
-    random_blocks,
     show,
     sliding_window,
     strided,
@@ -42,8 +43,8 @@ IDS = RNG.integers(0, 3, (2, 9))
 PADDED = np.where(np.arange(9) < 7, IDS, -1)
 EDGES = np.stack([RNG.integers(-1, 11, 30), RNG.integers(-1, 9, 30)])
 RELATED = RNG.random((2, 40, 70)) < 0.2
-BLOCKS = np.array([[[0, 2], [1, -1]], [[2, 1], [0, 0]]])
-"""Of two heads, the blocks of 4 keys that each of two blocks of queries sees."""
+BLOCKS = np.array([[[1, 0, 1], [0, 1, 0]], [[0, 1, 1], [1, 0, 0]]]) > 0
+"""Of two heads, whether each of two blocks of queries sees each of three blocks of keys."""
 
 
 def edges(nodes):
@@ -101,8 +102,8 @@ def ancestors():
         (tree(PARENTS), np.hstack([ancestors(), np.zeros((7, 2), bool)])),
         (tree(np.stack([PARENTS[::-1], PARENTS]), context=jnp.array([0, 2])),
          np.hstack([np.ones((7, 2), bool), ancestors()])),
-        (random_blocks(BLOCKS, 4), np.where(Q < 4, (K >= 4), K < 4)),
-        (random_blocks(BLOCKS[0], 4), np.where(Q < 4, (K < 4) | (K >= 8), (K >= 4) & (K < 8))),
+        (block_sparse(BLOCKS, 4), np.where(Q < 4, (K >= 4), K < 4)),
+        (block_sparse(BLOCKS[0], 4), np.where(Q < 4, (K < 4) | (K >= 8), (K >= 4) & (K < 8))),
     ],
     ids=lambda x: repr(x) if callable(x) else "",
 )  # fmt: skip
@@ -320,8 +321,8 @@ def test_other_dimensions_are_refused():
         (graph.of(RELATED[:, :7, :9].repeat(2, 0)), r"has shape \[4, 7, 1\]; .* \[2, 7, 1\]"),
         (neighborhood((3, 3), 2), r"neighborhood\(\(3, 3\), 2\)` is of 9 points.* 7 queries"),
         (
-            random_blocks(BLOCKS, 4),
-            r"random_blocks\(table\)` has .*\[2, 2, 2\]; .* \[1, 2, 2\]",
+            block_sparse(BLOCKS, 4),
+            r"block_sparse\(layout\)` has .*\[2, 2, 3\]; .* \[1, 2, \d\]",
         ),
         (causal().slice(q=slice(0, 6)), r"`causal\(\).slice\(q=0:6\)` has 6 places along q; .* 7"),
         (documents(IDS).slice(q=slice(0, 7), b=np.array([0])), r"has 1 places along b; .* needs 2"),
@@ -341,7 +342,7 @@ def test_a_mask_of_this_sequence_is_not():
         documents(np.tile(IDS, 3)).slice(q=slice(9, 18), k=slice(3, 12)),
         documents(IDS).slice(b=np.array([1, 1])),
         neighborhood((3, 3), 2, order=tiled((3, 3), 2)),
-        random_blocks(BLOCKS[:1, :, :], 5),
+        block_sparse(BLOCKS[:1], 5),
     ):
         jax.eval_shape(lambda x, mask=mask: flex_attention(x, x, x, mask_mod=mask), x)
 
@@ -414,3 +415,11 @@ def test_a_view_of_nothing():
 def test_a_view_of_other_lengths_is_refused():
     with pytest.raises(ValueError, match=r"show: `documents\(ids\)` has shape \[2, 9\]"):
         documents(IDS).show(10)
+
+
+def test_a_mask_does_not_change():
+    mask = sliding_window(3)
+    with pytest.raises(FrozenInstanceError, match=r"`sliding_window\(3\)` can't change"):
+        mask.size = 4  # pyright: ignore[reportAttributeAccessIssue]
+    with pytest.raises(FrozenInstanceError, match="can't change"):
+        jax.tree.map(lambda x: x, causal() & mask).left = mask  # pyright: ignore[reportAttributeAccessIssue]

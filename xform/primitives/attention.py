@@ -36,7 +36,7 @@ from xform.primitives._mods import take_apart
 from xform.primitives._objects import Mod, Shape
 from xform.primitives._rules import add_hidden_dim, broadcast_like, hidden_sizes, join_axes
 from xform.primitives._split import Layout, Layouts, splittable
-from xform.primitives.block_map import block_map
+from xform.primitives.block_map import block_map, unbounded
 from xform.primitives.tile_sum import tile_sum
 
 
@@ -156,16 +156,21 @@ def flex_attention(
 
 
 def _attend(
-    q, k, v, *, score_mod, mask_mod, scale, dropout_rate, dropout_key, peak, implementation
-):
-    """Output, log-sum-exp and, with `peak`, the maximum, by the primitive."""
+    q, k, v, *, score_mod, mask_mod, scale, dropout_rate, dropout_key, peak, implementation,
+    wide=False,
+):  # fmt: skip
+    """Output, log-sum-exp and, with `peak`, the maximum, by the primitive.
+
+    With `wide`, the output is not rounded to the dtype of q.
+    """
     spec, captures, context = _traced(q, score_mod, mask_mod, scale, dropout_rate)
     if implementation is not None:
         choose(implementation, spec, q.shape, *v.shape[1::2], peak=peak, device=None)
     context = (*context, dropout_key) if dropout_rate else context
     out, top, total, *maximum = flex_attention_p.bind(
         *join_axes((q, k, v, *captures, *context)),
-        spec=spec, hidden=0, dtype=spec.dtype, peak=peak, implementation=implementation,
+        spec=spec, hidden=0, dtype=spec.wide if wide else spec.dtype, peak=peak,
+        implementation=implementation,
     )  # fmt: skip
     return out, log_sum(top, total), *maximum[:1]
 
@@ -193,7 +198,8 @@ def which(
       aux, **options: as for `flex_attention`.
 
     Returns:
-      `(name, why)`: for the forward pass on the device where such arrays are put by default.
+      `(name, why, mask)`: for the forward pass on the device where such arrays are put by default.
+      `mask` names the operations of the mask that tell the analysis of tiles nothing.
 
     Raises:
       NotImplementedError: if what was asked for by name can't run, with all reasons.
@@ -202,7 +208,7 @@ def which(
     >>> from xform import which
     >>> q, k, v = jnp.ones((3, 1, 64, 4, 16))
     >>> which(q, k, v, implementation="blockwise")
-    Choice(name='blockwise', why='asked for by name')
+    Choice(name='blockwise', why='asked for by name', mask='')
     """
     scale = options.get("scale")
     spec, *_ = _traced(
@@ -211,10 +217,19 @@ def which(
     )  # fmt: skip
     here = jax.devices()[0]
     platform = "cuda" if here.platform == "gpu" else here.platform
-    return choose(
+    choice = choose(
         options.get("implementation"), spec, q.shape, *v.shape[1::2], peak="max" in aux,
         device=Device(platform, getattr(here, "compute_capability", None)),
     )  # fmt: skip
+    mask = options.get("mask_mod")
+    lost = [] if mask is None else unbounded(mask)
+    if not lost:
+        return choice
+    return choice._replace(
+        mask=f"{', '.join(lost)} can be anything, as far as the analysis of tiles knows: those "
+        "that nothing else decides are evaluated pair by pair before the call, up to "
+        f"{q.shape[1] * k.shape[1]:,} pairs for each map"
+    )
 
 
 def _key_data(key):
@@ -279,20 +294,22 @@ def _layouts(*args, spec, hidden, **params) -> Layouts:
     )
 
 
-def _impl(*args, origin, outs, device, spec, hidden, dtype, peak, implementation):
+def _impl(
+    *args, origin, outs, device, spec, hidden, dtype, peak, implementation, kinds=block_map
+):  # fmt: skip
     q, k, v, captures, context = _split(args, spec)
     if 0 in (*q.shape, *k.shape, *hidden_sizes(args, hidden)):
         nothing = (0, -jnp.inf, 0, -jnp.inf, -1)
         return [jnp.full(s.shape, x, s.dtype) for s, x in zip(outs, nothing, strict=False)]
-    chosen, _ = choose(
+    chosen = choose(
         implementation, spec, q.shape, *v.shape[hidden + 1 :: 2], peak=peak, device=device
-    )
+    ).name
     arrays = (hidden, q, k, v, captures, context)
     if chosen == "mosaic_gpu":
         from xform.lowering import mosaic_gpu
 
-        return mosaic_gpu.attend(spec, block_map, *arrays, origin=origin, dtype=dtype)
-    out, top, total, *argmax = blockwise.attend(spec, block_map, *arrays, origin=origin, peak=peak)
+        return mosaic_gpu.attend(spec, kinds, *arrays, origin=origin, dtype=dtype)
+    out, top, total, *argmax = blockwise.attend(spec, kinds, *arrays, origin=origin, peak=peak)
     return [out.astype(dtype), top, total, *((top, *argmax) if peak else ())]
 
 

@@ -79,13 +79,13 @@ def _layouts(*args, fn, hidden, outs) -> Layouts:
     return Layouts(tuple(of(*x) for x in inputs), tuple(of(*x) for x in results))
 
 
-def _impl(*args, origin, outs, device, fn, hidden):
+def _impl(*args, origin, outs, device, fn, hidden, kinds=block_map):
     del device  # one lowering for all
     operands, context = _split(args, fn)
     sides = [x for x, kind in zip(operands, fn.operands, strict=True) if kind in (ROW, COL)]
     if 0 in hidden_sizes(args, hidden) or any(0 in x.shape for x in sides):
         return [jnp.zeros(s.shape, s.dtype) for s in outs]
-    return blockwise.tile_sum(fn, block_map, hidden, outs, operands, context, origin=origin)
+    return blockwise.tile_sum(fn, kinds, hidden, outs, operands, context, origin=origin)
 
 
 def _loss_impl(*args, fn, hidden, outs, platform, auto):

@@ -37,6 +37,8 @@ from xform.primitives.masks._mask import Mask as Mask
 from xform.primitives.masks._mask import MaskMod as MaskMod
 from xform.primitives.masks._mask import as_mask as as_mask
 from xform.primitives.masks._tables import bigbird as bigbird
+from xform.primitives.masks._tables import block_sparse as block_sparse
+from xform.primitives.masks._tables import block_window as block_window
 from xform.primitives.masks._tables import documents as documents
 from xform.primitives.masks._tables import graph as graph
 from xform.primitives.masks._tables import random_blocks as random_blocks

@@ -8,7 +8,6 @@ from dataclasses import field
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.typing import ArrayLike
 
 from xform.primitives._objects import misfit, of_batch, variant
@@ -194,47 +193,55 @@ def _ancestors(parents):
     return words
 
 
-# ---- BigBird -------------------------------------------------------------------------------------
+# ---- Blocks --------------------------------------------------------------------------------------
 
 
 @variant
-class random_blocks(Mask):
-    """A query sees some blocks of keys, the same for all queries of a block.
+class block_sparse(Mask):
+    """A query sees the blocks of keys that a layout gives to its block of queries.
 
     Args:
-        table: integers `[N,R]`, or `[H,N,R]` with other blocks for each head: the blocks of keys
-            that each of N blocks of queries sees; negative for none.
+        layout: booleans `[N,M]`, or `[H,N,M]` with one for each head: whether the queries of block
+            n see the keys of block m.
         size: how many positions make a block.
 
-    >>> mask = random_blocks(jnp.array([[1], [0]]), 4)
+    >>> mask = block_sparse(jnp.array([[False, True], [True, False]]), 4)
     >>> [bool(mask(0, 0, 1, k)) for k in (3, 4)]
     [False, True]
     """
 
-    table: ArrayLike
+    layout: ArrayLike
     size: int
 
-    @classmethod
-    def draw(cls, key, queries: int, keys: int, *, size: int, count: int, heads: int | None = None):
-        """Returns `count` distinct blocks for each block of queries, drawn with a PRNG key."""
-        rows, cols = -(-queries // size), -(-keys // size)
-        shape = (rows, cols) if heads is None else (heads, rows, cols)
-        order = jnp.argsort(jax.random.uniform(key, shape), -1)
-        return cls(order[..., :count].astype(jnp.int32), size)
-
     def __call__(self, b, h, q_idx, kv_idx):
-        table = jnp.asarray(self.table)
-        table = table[h] if table.ndim > 2 else table
-        return jnp.any(table[q_idx // self.size] == kv_idx // self.size)
+        layout = jnp.asarray(self.layout)
+        layout = layout[h] if layout.ndim > 2 else layout
+        return layout[q_idx // self.size, kv_idx // self.size]
 
     def misfits(self, shape):
-        found = np.shape(self.table)
-        needed = [*(() if len(found) < 3 else [shape.h]), _ceil(shape.q, self.size), None]
-        return misfit("random_blocks(table)", self.table, needed, None)
+        blocks = [None if n is None else -(-n // self.size) for n in (shape.q, shape.k)]
+        return misfit("block_sparse(layout)", self.layout, blocks, shape.h)
 
 
-def _ceil(n: int | None, size: int) -> int | None:
-    return None if n is None else -(-n // size)
+def random_blocks(
+    key, queries: int, keys: int, *, size: int, count: int, heads: int | None = None
+) -> Mask:
+    """Returns a mask under which each block of queries sees some blocks of keys drawn at random.
+
+    Args:
+      key: a PRNG key.
+      queries, keys: how many positions there are.
+      size: how many positions make a block.
+      count: how many distinct blocks are drawn for each block of queries.
+      heads: how many heads draw for themselves; None draws once for all.
+
+    >>> random_blocks(jax.random.key(0), 256, 512, size=64, count=2)
+    block_sparse(layout: bool[4,8], 64)
+    """
+    blocks = (-(-queries // size), -(-keys // size))
+    drawn = jax.random.uniform(key, blocks if heads is None else (heads, *blocks))
+    rank = jnp.argsort(jnp.argsort(drawn, -1), -1)
+    return block_sparse(rank < count, size)
 
 
 def bigbird(
@@ -256,9 +263,9 @@ def bigbird(
       heads: how many heads draw blocks of their own; None draws once for all.
 
     >>> bigbird(jax.random.key(0), 1024)
-    global_tokens(64) | block_window(64, 1) | random_blocks(table: int32[16,3], 64)
+    global_tokens(64) | block_window(64, 1) | block_sparse(layout: bool[16,16], 64)
     """
-    drawn = random_blocks.draw(key, length, length, size=block, count=random, heads=heads)
+    drawn = random_blocks(key, length, length, size=block, count=random, heads=heads)
     return global_tokens(globals * block) | block_window(block, window // 2) | drawn
 
 
