@@ -1,5 +1,7 @@
 """Operations whose inside the user programs: one file is one primitive's whole life."""
 
+from xform.primitives import masks as masks
+from xform.primitives import scores as scores
 from xform.primitives.attention import Aux as Aux
 from xform.primitives.attention import flex_attention as flex_attention
 from xform.primitives.attention import flex_attention_p as flex_attention_p

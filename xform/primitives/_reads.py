@@ -62,7 +62,7 @@ def _edges(x: Interval, first: Array, last: Array, count: int) -> Interval:
         offsets = lax.broadcasted_iota(jnp.int32, (*first.shape, count), first.ndim)
         first, last = first[..., None], last[..., None]
         near, far = jnp.minimum(first + offsets, last), jnp.maximum(last - offsets, first)
-        return _hull(_at(x, jnp.concatenate([near, far], -1)), first.ndim - 1)
+        return hull(_at(x, jnp.concatenate([near, far], -1)), first.ndim - 1)
 
     def ends(i, seen):
         near, far = _at(x, jnp.minimum(first + i, last)), _at(x, jnp.maximum(last - i, first))
@@ -71,7 +71,7 @@ def _edges(x: Interval, first: Array, last: Array, count: int) -> Interval:
     return lax.fori_loop(1, count, ends, union(_at(x, first), _at(x, last)))
 
 
-def _hull(x: Interval, dim: int) -> Interval:
+def hull(x: Interval, dim: int) -> Interval:
     """The union along a dimension."""
     bits = None if x.residues is None else jnp.bitwise_or.reduce(x.residues, axis=dim)
     return Interval(x.lo.min(dim), x.hi.max(dim), bits)
@@ -90,7 +90,7 @@ def _blocks(x: Array, block: int) -> Array:
 def _levels(x: Interval) -> Interval:
     """Of blocks `[n, block, *rest]`, `[levels, n, *rest]`: level j unites `2**j` from each on."""
     n = x.lo.shape[0]
-    blocks = _hull(x, 1)
+    blocks = hull(x, 1)
 
     def double(level, j):
         return union(level, _at(level, jnp.minimum(jnp.arange(n) + (1 << j), n - 1))), level

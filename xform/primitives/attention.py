@@ -33,10 +33,10 @@ from xform.lowering._spec import Spec
 from xform.lowering._tile_fn import COL, ROW, Attend, Jvp, Peak, Transpose, base, log_sum
 from xform.primitives._choose import IMPLEMENTATIONS, Choice, Device, choose, choose_for_sum
 from xform.primitives._mods import take_apart
+from xform.primitives._objects import Mod, Shape
 from xform.primitives._rules import add_hidden_dim, broadcast_like, hidden_sizes, join_axes
 from xform.primitives._split import Layout, Layouts, splittable
-from xform.primitives.block_map import block_map
-from xform.primitives.masks import Mask
+from xform.primitives.block_map import block_map, unbounded
 from xform.primitives.tile_sum import tile_sum
 
 
@@ -136,7 +136,7 @@ def flex_attention(
     """
     aux = (aux,) if isinstance(aux, str) else aux
     _check(q, k, v, sinks, dropout_rate, dropout_key, aux, implementation)
-    _check_mods(score_mod, mask_mod, scale, (q.shape[0], q.shape[1], k.shape[1]))
+    _check_mods(score_mod, mask_mod, scale, Shape(q.shape[0], q.shape[2], q.shape[1], k.shape[1]))
     scale = max(1, q.shape[-1]) ** -0.5 if scale is None else scale
     size = v.shape[-1]
     q, k, v = (jnp.pad(x, [*[(0, 0)] * 3, (0, 1)]) if x.shape[-1] == 0 else x for x in (q, k, v))
@@ -155,10 +155,13 @@ def flex_attention(
 
 
 def _attend(
-    q, k, v, *, score_mod, mask_mod, scale, dropout_rate, dropout_key, peak,
-    implementation, deterministic,
+    q, k, v, *, score_mod, mask_mod, scale, dropout_rate, dropout_key, peak, implementation,
+    deterministic=True, wide=False,
 ):  # fmt: skip
-    """Output, log-sum-exp and, with `peak`, the maximum, by the primitive."""
+    """Output, log-sum-exp and, with `peak`, the maximum, by the primitive.
+
+    With `wide`, the output is not rounded to the dtype of q.
+    """
     spec, captures, context = _traced(
         q, score_mod, mask_mod, scale, dropout_rate, deterministic=deterministic
     )
@@ -167,7 +170,8 @@ def _attend(
     context = (*context, dropout_key) if dropout_rate else context
     out, top, total, *maximum = flex_attention_p.bind(
         *join_axes((q, k, v, *captures, *context)),
-        spec=spec, hidden=0, dtype=spec.dtype, peak=peak, implementation=implementation,
+        spec=spec, hidden=0, dtype=spec.wide if wide else spec.dtype, peak=peak,
+        implementation=implementation,
     )  # fmt: skip
     return out, log_sum(top, total), *maximum[:1]
 
@@ -198,7 +202,8 @@ def which(
       aux, **options: as for `flex_attention`.
 
     Returns:
-      `(name, why)`, on the device where such arrays are put by default.
+      `(name, why, mask)`, on the device where such arrays are put by default. `mask` names the
+      operations of the mask that tell the analysis of tiles nothing.
 
     Raises:
       NotImplementedError: if what was asked for by name can't run, with all reasons.
@@ -207,7 +212,7 @@ def which(
     >>> from xform import which
     >>> q, k, v = jnp.ones((3, 1, 64, 4, 16))
     >>> which(q, k, v, implementation="blockwise")
-    Choice(name='blockwise', why='asked for by name')
+    Choice(name='blockwise', why='asked for by name', mask='')
     """
     scale = options.get("scale")
     spec, captures, _ = _traced(
@@ -217,14 +222,23 @@ def which(
     here = jax.devices()[0]
     platform = "cuda" if here.platform == "gpu" else here.platform
     device = Device(platform, getattr(here, "compute_capability", None))
-    asked = options.get("implementation")
+    asked, mask = options.get("implementation"), options.get("mask_mod")
     if gradient:
         moving = (True, False, False, True, True, *(True for _ in captures))
         linear = (*(False for _ in moving), *(True for m in moving if m))
         shapes = [x.shape[3:] for x in (q, k, v)] + [x.shape for x in captures]
         fn = Transpose(Jvp(Attend(spec), moving), linear, tuple(shapes))
-        return choose_for_sum(asked, fn, (q, None, None, k, v), device)
-    return choose(asked, spec, q.shape, *v.shape[1::2], peak="max" in aux, device=device)
+        choice = choose_for_sum(asked, fn, (q, None, None, k, v), device)
+    else:
+        choice = choose(asked, spec, q.shape, *v.shape[1::2], peak="max" in aux, device=device)
+    lost = [] if mask is None else unbounded(mask)
+    if not lost:
+        return choice
+    return choice._replace(
+        mask=f"{', '.join(lost)} can be anything, as far as the analysis of tiles knows: those "
+        "that nothing else decides are evaluated pair by pair before the call, up to "
+        f"{q.shape[1] * k.shape[1]:,} pairs for each map"
+    )
 
 
 def _key_data(key):
@@ -289,21 +303,23 @@ def _layouts(*args, spec, hidden, **params) -> Layouts:
     )
 
 
-def _impl(*args, origin, outs, device, spec, hidden, dtype, peak, implementation):
+def _impl(
+    *args, origin, outs, device, spec, hidden, dtype, peak, implementation, kinds=block_map
+):  # fmt: skip
     q, k, v, captures, context = _split(args, spec)
     if 0 in (*q.shape, *k.shape, *hidden_sizes(args, hidden)):
         nothing = (0, -jnp.inf, 0, -jnp.inf, -1)
         return [jnp.full(s.shape, x, s.dtype) for s, x in zip(outs, nothing, strict=False)]
-    chosen, _ = choose(
+    chosen = choose(
         implementation, spec, q.shape, *v.shape[hidden + 1 :: 2], peak=peak, device=device
-    )
+    ).name
     arrays = (hidden, q, k, v, captures, context)
     if chosen == "mosaic_gpu":
         from xform.lowering import mosaic_gpu
 
         options = dict(origin=origin, dtype=dtype, device=device.kind)
-        return mosaic_gpu.attend(spec, block_map, *arrays, **options)
-    out, top, total, *argmax = blockwise.attend(spec, block_map, *arrays, origin=origin, peak=peak)
+        return mosaic_gpu.attend(spec, kinds, *arrays, **options)
+    out, top, total, *argmax = blockwise.attend(spec, kinds, *arrays, origin=origin, peak=peak)
     return [out.astype(dtype), top, total, *((top, *argmax) if peak else ())]
 
 
@@ -401,7 +417,7 @@ def _check(q, k, v, sinks, dropout_rate, dropout_key, aux, implementation) -> No
         raise ValueError("flex_attention: " + "; ".join(wrong) + ".")
 
 
-def _check_mods(score_mod, mask_mod, scale, shape: tuple[int, int, int]) -> None:
+def _check_mods(score_mod, mask_mod, scale, shape: Shape) -> None:
     for name, mod in (("score_mod", score_mod), ("mask_mod", mask_mod)):
         if isinstance(mod, type):
             raise TypeError(f"`{name}` is the class `{mod.__name__}`: call it, `{mod.__name__}()`.")
@@ -410,7 +426,8 @@ def _check_mods(score_mod, mask_mod, scale, shape: tuple[int, int, int]) -> None
                 f"`{name}` must be a function of scalars, found {type(mod).__name__}. Of an array, "
                 "make one: `lambda b, h, q_idx, kv_idx: array[q_idx, kv_idx]`."
             )
-    if isinstance(mask_mod, Mask) and (wrong := mask_mod.misfits(*shape)):
+    mods = [mod for mod in (score_mod, mask_mod) if isinstance(mod, Mod)]
+    if wrong := [words for mod in mods for words in mod.misfits(shape)]:
         raise ValueError(f"flex_attention: {'; '.join(wrong)}.")
     if scale is not None and jnp.shape(scale):
         raise ValueError(f"`scale` must be a scalar, found shape {jnp.shape(scale)}.")

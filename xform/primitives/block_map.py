@@ -1,30 +1,65 @@
 """Which tiles a mask leaves: of each it is said whether it is empty, full or partial.
 
-The mask runs once, in interval arithmetic, on all tiles at a time: an index is the range of its
-tile, a captured array its extremes over the range it is read at. What comes out are proofs: a tile
-is `EMPTY` if the mask is False at all of its pairs, `FULL` if True at all, else `PARTIAL`, which is
-always safe, and exact for masks made of comparisons of indices and ids.
+1. The mask runs once, in interval arithmetic, on all tiles at a time: an index is the range of its
+   tile, a captured array its extremes over the range it is read at. What comes out are proofs: a
+   tile is `EMPTY` if the mask is False at all of its pairs, `FULL` if True at all.
+2. What is left is asked at its corners. If they differ, the tile is `PARTIAL`: so are nearly all
+   tiles at the edge of a mask made of comparisons of indices and ids.
+3. The rest, undecided, is evaluated pair by pair, a few tiles at a time. So a map is exact, and
+   takes the memory of a few tiles.
 
-A value that depends on rows alone or on columns alone is computed once. What mixes the two is
-computed for some rows of tiles at a time, so that only the map has as many elements as tiles.
+A large map is made of blocks of tiles, which are proven first: only the partial ones are looked
+into, so that a million tokens cost about as many steps as there are tiles at the mask's edge.
+A value that depends on rows alone or on columns alone is computed once.
+
+What is decided pair by pair of a mask that computes with floats is as XLA rounds it there.
 """
 
+import itertools
+import math
+import operator
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import partial, reduce
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.interpreters import partial_eval as pe
 from jaxtyping import Float, Int8
 
-from xform._compat import Jaxpr, JaxprEqn
-from xform.jaxpr import eqn_rule, interpret
+from xform._compat import Jaxpr, JaxprEqn, jaxpr_as_fun
+from xform.jaxpr import eqn_rule, interpret, source_line
 from xform.lowering._spec import EMPTY, FULL, PARTIAL
 from xform.primitives._intervals import RULES, Interval, default, interval
-from xform.primitives._reads import READS
+from xform.primitives._reads import READS, hull
 
-# Tiles at a time, and the rows of tiles that there are at least among them.
-_TILES, _ROWS = 2**18, 64
+# Tiles of a map that is made at once; a larger one is made of blocks of `_SIDE` by `_SIDE` tiles.
+_AT_ONCE, _SIDE = 2**18, 64
+# Pairs that are evaluated at a time.
+_PAIRS = 2**18
+
+
+class _Grid(NamedTuple):
+    """A mask at one batch entry and head, and how its pairs are cut into tiles."""
+
+    mask: Jaxpr
+    captures: Sequence[Array | Interval]
+    b: Array
+    h: Array
+    lengths: tuple[int, int]
+    tile: tuple[int, int]
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """Rows and columns of tiles."""
+        (t, s), (q, k) = self.lengths, self.tile
+        return -(-t // q), -(-s // k)
+
+    @property
+    def known(self) -> bool:
+        """Whether the mask can be evaluated."""
+        return not any(isinstance(x, Interval) for x in self.captures)
 
 
 def block_map(
@@ -37,6 +72,7 @@ def block_map(
     kv_len: int,
     q_tile: int,
     kv_tile: int,
+    exact: bool = True,
 ) -> Int8[Array, "rows cols"]:
     """Says of each tile of one head whether a mask leaves nothing, something or all of it.
 
@@ -47,10 +83,12 @@ def block_map(
     Args:
       mask: a jaxpr without constants, `(b, h, q_idx, kv_idx, *captures) -> bool`, all but the
         captures int32 scalars; None hides nothing.
-      captures: the arrays that the mask reads; an interval for one whose content is not known.
+      captures: the arrays that the mask reads; an interval for one whose content is not known, with
+        which a tile is `PARTIAL` if it may be.
       b, h: the batch and head, scalars.
       q_len, kv_len: how many queries and keys there are; may be 0.
       q_tile, kv_tile: how many of each make a tile.
+      exact: whether to decide what is not proven; else that is `PARTIAL`.
 
     Returns:
       `EMPTY`, `PARTIAL` or `FULL` of each of the `ceil(q_len / q_tile)` by
@@ -61,31 +99,18 @@ def block_map(
     >>> block_map(causal, (), b=0, h=0, q_len=6, kv_len=6, q_tile=2, kv_tile=2).tolist()
     [[1, 0, 0], [2, 1, 0], [2, 2, 1]]
     """
-    rows, cols = -(-q_len // q_tile), -(-kv_len // kv_tile)
-    if rows == 0 or cols == 0:
-        return jnp.zeros((rows, cols), jnp.int8)
-    chunk = min(rows, max(_ROWS, _TILES // cols))
-    chunks = -(-rows // chunk)
-    q, q_whole = _indices(chunks * chunk, q_tile, q_len, (-1, 1))
-    k, k_whole = _indices(cols, kv_tile, kv_len, (1, -1))
-    staged = _Staged()
-    if mask is None:
-        out = interval(True)
-    else:
-        rules = {key: eqn_rule(staged.apply(rule)) for key, rule in (RULES | READS).items()}
-        run = interpret(mask, rules, default=staged.apply(None))
-        (out,) = run(jnp.int32(b), jnp.int32(h), q, k, *captures)
-
-    def some_rows(i):
-        cut = lambda x: x if x.shape[0] == 1 else lax.dynamic_slice_in_dim(x, i * chunk, chunk)
-        seen = interval(staged.value(out, cut))
-        full = seen.lo & cut(q_whole) & k_whole
-        code = jnp.where(full, FULL, jnp.where(seen.hi, PARTIAL, EMPTY))
-        return jnp.broadcast_to(code, (chunk, cols)).astype(jnp.int8)
-
-    if chunks == 1:
-        return some_rows(0)
-    return lax.map(some_rows, jnp.arange(chunks)).reshape(-1, cols)[:rows]
+    grid = _Grid(mask, captures, jnp.int32(b), jnp.int32(h), (q_len, kv_len), (q_tile, kv_tile))
+    if 0 in grid.sizes:
+        return jnp.zeros(grid.sizes, jnp.int8)
+    if mask is None or not exact:
+        return _analysis(grid)(_all)
+    if math.prod(grid.sizes) <= _AT_ONCE:
+        return _decided(grid, _analysis(grid)(_all), (0, 0))
+    # Under vmap one after the other: a batched loop would copy all maps in each of its steps.
+    run = jax.custom_batching.sequential_vmap(
+        lambda b, h, *captures: _by_blocks(grid._replace(b=b, h=h, captures=captures))
+    )
+    return run(grid.b, grid.h, *captures)
 
 
 def density(kinds: Int8[Array, "*dims rows cols"]) -> Float[Array, "*dims"]:
@@ -97,9 +122,78 @@ def density(kinds: Int8[Array, "*dims rows cols"]) -> Float[Array, "*dims"]:
     return jnp.mean(kinds != EMPTY, axis=(-2, -1))
 
 
-def _indices(tiles: int, tile: int, length: int, shape: tuple) -> tuple[Interval, Array]:
+# ---- Proofs --------------------------------------------------------------------------------------
+
+
+def _analysis(grid: _Grid, padded: tuple[int, int] | None = None) -> Callable:
+    """Runs the mask on intervals as far as rows and columns are apart.
+
+    Returns:
+      `codes(cut)`: what is proven where `cut` makes something of the intervals `[rows, cols, ...]`,
+      some of the tiles or one of several; with `padded`, of so many rows and columns, those
+      beyond the lengths without meaning.
+    """
+    sizes = grid.sizes if padded is None else padded
+    (q, q_whole), (k, k_whole) = (_indices(grid, side, sizes[side]) for side in (0, 1))
+    staged = _Staged()
+    if grid.mask is None:
+        out = interval(True)
+    else:
+        rules = {key: eqn_rule(staged.apply(rule)) for key, rule in (RULES | READS).items()}
+        run = interpret(grid.mask, rules, default=staged.apply(None))
+        (out,) = run(grid.b, grid.h, q, k, *grid.captures)
+
+    def codes(cut: Callable):
+        seen = interval(staged.value(out, cut))
+        whole = cut(Interval(q_whole, q_whole)).lo & cut(Interval(k_whole, k_whole)).lo
+        code = jnp.where(seen.lo & whole, FULL, jnp.where(seen.hi, PARTIAL, EMPTY))
+        return jnp.broadcast_to(code, whole.shape).astype(jnp.int8)
+
+    return codes
+
+
+def unbounded(mask: Callable) -> list[str]:
+    """Returns the operations of a mask, with their lines, of whose results nothing is proven.
+
+    >>> unbounded(lambda b, h, q_idx, kv_idx: jnp.sin(q_idx * 0.1) > kv_idx)
+    ['`sin` (at <doctest ...>)']
+    """
+    index = jax.ShapeDtypeStruct((), jnp.int32)
+    jaxpr = jax.make_jaxpr(mask)(*[index] * 4)
+    lost: dict[str, None] = {}
+
+    def noted(rule: Callable | None):
+        def run(eqn: JaxprEqn, *args):
+            if not any(isinstance(x, Interval) for x in args):
+                return eqn.primitive.bind(*args, **eqn.primitive.get_bind_params(eqn.params))
+            out = rule(*args, **eqn.params) if rule else default(eqn, *args)
+            moving = any(isinstance(x, Interval) and x.tiles != (1, 1) for x in args)
+            # What follows the tiles and comes out the same for all of them was given up.
+            if moving and all(x.tiles == (1, 1) for x in (out if isinstance(out, list) else [out])):
+                lost[f"`{eqn.primitive.name}` (at {source_line(eqn)})"] = None
+            return out
+
+        return run
+
+    def run(*captures):
+        sides = (jnp.zeros((2, 1), jnp.int32), jnp.zeros((1, 3), jnp.int32))
+        q, k = (Interval(x, x + 9) for x in sides)
+        rules = {key: eqn_rule(noted(rule)) for key, rule in (RULES | READS).items()}
+        flat = pe.convert_constvars_jaxpr(jaxpr.jaxpr)
+        interpret(flat, rules, default=noted(None))(*captures, jnp.int32(0), jnp.int32(0), q, k)
+
+    jax.eval_shape(run, *jaxpr.consts)  # nothing is computed
+    return list(lost)
+
+
+def _all(x: Interval) -> Interval:
+    return x
+
+
+def _indices(grid: _Grid, side: int, tiles: int) -> tuple[Interval, Array]:
     """The indices in each tile, as far as they exist, and whether all of a tile's do."""
-    start = jnp.arange(tiles, dtype=jnp.int32).reshape(shape) * tile
+    length, tile = grid.lengths[side], grid.tile[side]
+    start = jnp.arange(tiles, dtype=jnp.int32).reshape((-1, 1) if side == 0 else (1, -1)) * tile
     ends = Interval(*(jnp.minimum(end, length - 1) for end in (start, start + tile - 1)))
     return ends, start + tile <= length
 
@@ -135,13 +229,13 @@ class _Staged:
         return run
 
     def value(self, x, cut: Callable):
-        """What `x` is on the rows that `cut` leaves of an array."""
+        """What `x` is where `cut` makes something of what was run at once."""
         known: dict[_Later, Interval] = {}
 
         def at(x):
             if isinstance(x, _Later):
                 return known[x]
-            return jax.tree.map(cut, x) if isinstance(x, Interval) else x
+            return cut(x) if isinstance(x, Interval) else x
 
         for rule, args, results in self.tape:
             out = rule(*map(at, args))
@@ -153,3 +247,86 @@ def _mixed(args: Sequence) -> bool:
     tiles = [x.tiles for x in args if isinstance(x, Interval)]
     by_row, by_col = any(rows > 1 for rows, _ in tiles), any(cols > 1 for _, cols in tiles)
     return any(isinstance(x, _Later) for x in args) or (by_row and by_col)
+
+
+# ---- Decisions -----------------------------------------------------------------------------------
+
+
+def _decided(grid: _Grid, codes: Array, first: tuple) -> Array:
+    """The codes `[R,C]` of the tiles from row and column `first` on, all of them decided."""
+    if not grid.known:
+        return codes
+    sides = zip(first, codes.shape, grid.tile, strict=True)
+    q, k = ((i + jnp.arange(n, dtype=jnp.int32)) * tile for i, n, tile in sides)
+    ends = [(start, start + tile - 1) for start, tile in zip((q, k), grid.tile, strict=True)]
+    corners = [_seen(grid, *corner) for corner in itertools.product(*ends)]
+    differ = reduce(operator.or_, corners) & ~reduce(operator.and_, corners)
+    undecided = (codes == PARTIAL) & ~differ
+    settle = partial(_settled, grid, q, k, undecided)
+    return lax.cond(jnp.any(undecided), settle, lambda codes: codes, codes)
+
+
+def _settled(grid: _Grid, q: Array, k: Array, undecided: Array, codes: Array) -> Array:
+    """The same codes, those that are undecided found pair by pair, some tiles at a time.
+
+    Args:
+      grid: the mask.
+      q, k: the first query of each row, the first key of each column.
+      undecided, codes: of each tile.
+    """
+    count = max(1, min(codes.size, _PAIRS // math.prod(grid.tile)))
+    places = jnp.nonzero(undecided, size=codes.size + -codes.size % count, fill_value=codes.shape)
+    (t, s), (q_tile, kv_tile) = grid.lengths, grid.tile
+
+    def code(i, j):
+        seen = _seen(grid, q[i] + jnp.arange(q_tile), k[j] + jnp.arange(kv_tile))
+        full = jnp.all(seen) & (q[i] + q_tile <= t) & (k[j] + kv_tile <= s)
+        return jnp.where(full, FULL, jnp.where(jnp.any(seen), PARTIAL, EMPTY)).astype(jnp.int8)
+
+    def step(n, codes):
+        at = tuple(lax.dynamic_slice_in_dim(x, n * count, count) for x in places)
+        return codes.at[at].set(jax.vmap(code)(*at), mode="drop")
+
+    number = jnp.sum(undecided, dtype=jnp.int32)
+    return lax.fori_loop(0, (number + count - 1) // count, step, codes)
+
+
+def _seen(grid: _Grid, q: Array, k: Array) -> Array:
+    """The mask at queries `[n]` and keys `[m]`, those beyond the lengths taken as the last."""
+    program = jaxpr_as_fun(grid.mask)
+    point = lambda q, k: program(grid.b, grid.h, q, k, *grid.captures)[0]
+    last_q, last_k = (n - 1 for n in grid.lengths)
+    at = jnp.minimum(q, last_q).astype(jnp.int32), jnp.minimum(k, last_k).astype(jnp.int32)
+    return jax.vmap(jax.vmap(point, (None, 0)), (0, None))(*at)
+
+
+def _by_blocks(grid: _Grid) -> Array:
+    """A large map: proofs for blocks of tiles, then a look into those that are partial."""
+    proven = _analysis(grid, tuple(n + -n % _SIDE for n in grid.sizes))
+    rough = proven(_hulls)
+    rows, cols = jnp.nonzero(rough == PARTIAL, size=rough.size, fill_value=0)
+
+    def step(n, kinds):
+        first = tuple(x[n].astype(jnp.int32) * _SIDE for x in (rows, cols))
+        codes = proven(partial(jax.tree.map, partial(_block, first=first)))
+        return lax.dynamic_update_slice(kinds, _decided(grid, codes, first), first)
+
+    kinds = jnp.repeat(jnp.repeat(rough, _SIDE, 0), _SIDE, 1)
+    kinds = lax.fori_loop(0, jnp.sum(rough == PARTIAL, dtype=jnp.int32), step, kinds)
+    return kinds[: grid.sizes[0], : grid.sizes[1]]
+
+
+def _block(x: Array, first: tuple) -> Array:
+    """The block of an array `[rows, cols, ...]` from row and column `first` on."""
+    for dim, start in enumerate(first):
+        x = x if x.shape[dim] == 1 else lax.dynamic_slice_in_dim(x, start, _SIDE, dim)
+    return x
+
+
+def _hulls(x: Interval) -> Interval:
+    """The union over each block."""
+    for dim in (0, 1):
+        if x.lo.shape[dim] > 1:
+            split = lambda a, d=dim: a.reshape(*a.shape[:d], -1, _SIDE, *a.shape[d + 1 :])
+            x = hull(jax.tree.map(split, x), dim + 1)
+    return x

@@ -84,7 +84,7 @@ def _layouts(*args, fn, hidden, outs, **_) -> Layouts:
     return Layouts(tuple(of(*x) for x in inputs), tuple(of(*x) for x in results))
 
 
-def _impl(*args, origin, outs, device, fn, hidden, implementation):
+def _impl(*args, origin, outs, device, fn, hidden, implementation, kinds=block_map):
     operands, context = _split(args, fn)
     sides = [x for x, kind in zip(operands, fn.operands, strict=True) if kind in (ROW, COL)]
     if 0 in hidden_sizes(args, hidden) or any(0 in x.shape for x in sides):
@@ -93,7 +93,7 @@ def _impl(*args, origin, outs, device, fn, hidden, implementation):
     lowering = blockwise
     if chosen == "mosaic_gpu":
         from xform.lowering import mosaic_gpu as lowering
-    return lowering.tile_sum(fn, block_map, hidden, outs, operands, context, origin=origin)
+    return lowering.tile_sum(fn, kinds, hidden, outs, operands, context, origin=origin)
 
 
 def _loss_impl(*args, fn, hidden, outs, platform, auto, **_):
