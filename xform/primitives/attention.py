@@ -142,13 +142,18 @@ def flex_attention(
     q, k, v = (jnp.pad(x, [*[(0, 0)] * 3, (0, 1)]) if x.shape[-1] == 0 else x for x in (q, k, v))
     attend = reference.attend
     if implementation != "reference":
-        attend = partial(_attend, implementation=implementation, deterministic=deterministic)
+        # What sinks scale is rounded after that, and only then.
+        attend = partial(
+            _attend, implementation=implementation, deterministic=deterministic,
+            wide=sinks is not None,
+        )  # fmt: skip
     out, lse, *peak = attend(
         q, k, v, score_mod=score_mod, mask_mod=mask_mod, scale=scale, peak="max" in aux,
         dropout_rate=float(dropout_rate), dropout_key=dropout_rate and _key_data(dropout_key),
     )  # fmt: skip
     if sinks is not None:
         out, lse = _with_sinks(out, lse, sinks)
+        out = out.astype(q.dtype)
     results = {"lse": lse, "max": peak[0] if peak else None}
     out = out[..., :size]
     return (out, Aux(**{name: results[name] for name in aux})) if aux else out

@@ -89,7 +89,7 @@ def _impl(*args, origin, outs, device, fn, hidden, implementation, kinds=block_m
     sides = [x for x, kind in zip(operands, fn.operands, strict=True) if kind in (ROW, COL)]
     if 0 in hidden_sizes(args, hidden) or any(0 in x.shape for x in sides):
         return [jnp.zeros(s.shape, s.dtype) for s in outs]
-    chosen, _ = choose_for_sum(implementation, fn, operands, device)
+    chosen = choose_for_sum(implementation, fn, operands, device).name
     lowering = blockwise
     if chosen == "mosaic_gpu":
         from xform.lowering import mosaic_gpu as lowering
