@@ -142,9 +142,8 @@ def test_output_and_gradients_are_as_right_as_a_dense_program(name):
 
 
 NARROW = [("scalar and heads", "bfloat16")]
-NARROW_SLOW = [
-    (name, dtype) for name in ("documents", "table") for dtype in ("bfloat16", "float16")
-]
+NARROW_SLOW = [("documents", "bfloat16"), ("documents", "float16")]
+NARROW_SLOW += [("table", "bfloat16"), ("table", "float16")]
 
 
 @pytest.mark.parametrize("case", some_slow([*NARROW, *NARROW_SLOW], NARROW_SLOW))
