@@ -135,10 +135,8 @@ def _lower(s, b, h, q, k):
 
 CASES = WRONG_VALUES | BAD_GRADIENTS | COMBINATIONS
 QUICK = {
-    "a table of blocks and a mask that is always true",
     "a mask made for 4,096 positions used at 100",
     "lengths that no tile divides, queries fewer than keys",
-    "a mask by head with groups",
     "log-sum-exp below -88.7 and a length of 64 modulo 128",
     "padding of a whole batch row",
     "a float32 bias of bfloat16 inputs",
