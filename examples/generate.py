@@ -40,6 +40,8 @@ class Config:
     top_p: float | None = None
     """Only the likeliest tokens are drawn from that have this probability together."""
     seed: int = 0
+    page_size: int | None = None
+    """Keys and values are kept in pages of so many tokens; by default, in one piece."""
 
 
 def check(config: Config) -> None:
@@ -49,6 +51,8 @@ def check(config: Config) -> None:
         f"tokens={config.tokens} must be at least 1": config.tokens >= 1,
         f"temperature={config.temperature} must be at least 0": config.temperature >= 0,
         f"top_k={config.top_k} must be at least 1": config.top_k is None or config.top_k >= 1,
+        f"page_size={config.page_size} must be at least 1": config.page_size is None
+        or config.page_size >= 1,
         f"top_p={config.top_p} must be above 0 and at most 1": config.top_p is None
         or 0 < config.top_p <= 1,
     }
@@ -75,10 +79,12 @@ def choose(logits_BC, key, *, temperature: float, top_k: int | None, top_p: floa
     return jax.random.categorical(key, logits_BC)
 
 
-@partial(jax.jit, static_argnames=("config", "tokens", "temperature", "top_k", "top_p"))
+@partial(
+    jax.jit, static_argnames=("config", "tokens", "temperature", "top_k", "top_p", "page_size")
+)
 def generate(
     params: dict, prompt_BT, config: llama.Config, *, tokens: int, key, temperature: float,
-    top_k: int | None = None, top_p: float | None = None,
+    top_k: int | None = None, top_p: float | None = None, page_size: int | None = None,
 ):  # fmt: skip
     """Returns the `tokens` that follow each row of the prompt, `[B, tokens]`.
 
@@ -93,7 +99,7 @@ def generate(
         next_B = pick(logits_B1C[:, 0], jax.random.fold_in(key, t))
         return (cache, next_B), next_B
 
-    cache = llama.empty_cache(config, B, T + tokens)
+    cache = llama.empty_cache(config, B, T + tokens, page_size)
     logits_BTC, cache = llama.extend(params, prompt_BT, cache, config)
     first_B = pick(logits_BTC[:, -1], jax.random.fold_in(key, T))
     _, rest = jax.lax.scan(step, (cache, first_B), T + 1 + jnp.arange(tokens - 1))
@@ -132,6 +138,7 @@ def main(config: Config) -> None:
         temperature=config.temperature,
         top_k=config.top_k,
         top_p=config.top_p,
+        page_size=config.page_size,
     )
     print(
         *(config.prompt + tokenizer.decode(text) for text in np.asarray(texts)), sep="\n--------\n"

@@ -20,7 +20,14 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from xform import causal, documents, flex_attention, linear_cross_entropy
+from xform import (
+    causal,
+    decode_attention,
+    documents,
+    flex_attention,
+    linear_cross_entropy,
+    paged_attention,
+)
 from xform.train.data import NO_LABEL
 
 
@@ -135,10 +142,11 @@ def attention(x_BTM, p: dict, mask, rotation, config: Config, cache):
     q_BTHD = rotate((x_BTM @ p["query"]).reshape(B, T, -1, config.head_size), rotation)
     k_BTKD = rotate((x_BTM @ p["key"]).reshape(B, T, -1, config.head_size), rotation)
     v_BTKD = (x_BTM @ p["value"]).reshape(B, T, -1, config.head_size)
-    if cache is not None:
-        cache = append(cache, k_BTKD, v_BTKD)
-        k_BTKD, v_BTKD, _ = cache
-    out_BTHD = flex_attention(q_BTHD, k_BTKD, v_BTKD, mask_mod=mask)
+    if cache is None:
+        out_BTHD = flex_attention(q_BTHD, k_BTKD, v_BTKD, mask_mod=mask)
+    else:
+        cache = cache.append(k_BTKD, v_BTKD)
+        out_BTHD = cache.attend(q_BTHD, mask)
     return out_BTHD.reshape(B, T, -1) @ p["out"], cache
 
 
@@ -213,33 +221,63 @@ class Cache(NamedTuple):
     length_L: jax.Array
     """How many of the S positions are taken: the same number in every layer."""
 
+    def append(self, k_BTKD, v_BTKD) -> "Cache":
+        """Puts keys and values behind those of one layer, which must have room for them."""
+        k_BSKD, v_BSKD, length = self
+        put = lambda old, new: jax.lax.dynamic_update_slice_in_dim(old, new, length, axis=1)
+        return Cache(put(k_BSKD, k_BTKD), put(v_BSKD, v_BTKD), length + k_BTKD.shape[1])
 
-def empty_cache(config: Config, B: int, S: int) -> Cache:
-    """Returns a cache with room for S positions."""
-    zeros = jnp.zeros((config.layers, B, S, config.kv_heads, config.head_size))
-    return Cache(zeros, zeros, jnp.zeros(config.layers, jnp.int32))
-
-
-def append(cache: Cache, k_BTKD, v_BTKD) -> Cache:
-    """Puts keys and values behind those of one layer, which must have room for them."""
-    k_BSKD, v_BSKD, length = cache
-    put = lambda old, new: jax.lax.dynamic_update_slice_in_dim(old, new, length, axis=1)
-    return Cache(put(k_BSKD, k_BTKD), put(v_BSKD, v_BTKD), length + k_BTKD.shape[1])
+    def attend(self, q_BTHD, mask):
+        """Attention of the newest tokens over all that are kept of one layer."""
+        return decode_attention(q_BTHD, *self, mask_mod=mask)
 
 
-def extend(params: dict, tokens_BT, cache: Cache, config: Config):
+class Pages(NamedTuple):
+    """The same in pages of N positions, of which rows can have as many as they need."""
+
+    k_LPNKD: jax.Array
+    v_LPNKD: jax.Array
+    table_LBM: jax.Array
+    """The pages of each row: the same in every layer."""
+    length_L: jax.Array
+
+    def append(self, k_BTKD, v_BTKD) -> "Pages":
+        """Puts keys and values behind those of one layer, whose rows must have pages for them."""
+        k_PNKD, v_PNKD, table_BM, length = self
+        at_T = length + jnp.arange(k_BTKD.shape[1])
+        page_BT, place_T = table_BM[:, at_T // k_PNKD.shape[1]], at_T % k_PNKD.shape[1]
+        put = lambda old, new: old.at[page_BT, place_T[None]].set(new)
+        return Pages(put(k_PNKD, k_BTKD), put(v_PNKD, v_BTKD), table_BM, length + len(at_T))
+
+    def attend(self, q_BTHD, mask):
+        """Attention of the newest tokens over all that are kept of one layer."""
+        return paged_attention(q_BTHD, *self, mask_mod=mask)
+
+
+def empty_cache(config: Config, B: int, S: int, page_size: int | None = None) -> Cache | Pages:
+    """Returns a cache with room for S positions, in one piece or in pages."""
+    L, N = config.layers, page_size
+    none = jnp.zeros(L, jnp.int32)
+    tail = (config.kv_heads, config.head_size)
+    if N is None:
+        zeros = jnp.zeros((L, B, S, *tail))
+        return Cache(zeros, zeros, none)
+    M = -(-S // N)
+    zeros = jnp.zeros((L, B * M, N, *tail))
+    table_BM = jnp.arange(B * M, dtype=jnp.int32).reshape(M, B).T  # rows take turns
+    return Pages(zeros, zeros, jnp.tile(table_BM, (L, 1, 1)), none)
+
+
+def extend(params: dict, tokens_BT, cache: Cache | Pages, config: Config):
     """Returns the logits [B, T, C] of tokens that come after those in the cache, and both as one.
 
     They are what `logits` gives for the whole text at these positions.
     """
-    start = cache.length_L[0]
-    # The room that is not taken yet lies behind every query's own position.
-    mask = causal(offset=start)
-    rotation = rotations(start + jnp.arange(tokens_BT.shape[1]), config)
+    rotation = rotations(cache.length_L[0] + jnp.arange(tokens_BT.shape[1]), config)
 
     def step(x_BTM, of_layer):
         p, before = of_layer
-        return layer(x_BTM, p, mask, rotation, config, cache=before)
+        return layer(x_BTM, p, causal(), rotation, config, cache=before)
 
     x_BTM, after = jax.lax.scan(step, params["embed"][tokens_BT], (params["layers"], cache))
     return rms_norm(x_BTM, params["norm"]) @ params["unembed"], after

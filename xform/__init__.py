@@ -6,10 +6,16 @@ from typing import TYPE_CHECKING, Any
 from xform import jaxpr as jaxpr
 from xform import primitives as primitives
 from xform import sharding as sharding
+from xform.primitives import masks as masks
+from xform.primitives import scores as scores
 from xform.primitives.attention import Aux as Aux
 from xform.primitives.attention import flex_attention as flex_attention
 from xform.primitives.attention import which as which
 from xform.primitives.cross_entropy import linear_cross_entropy as linear_cross_entropy
+from xform.primitives.drop_in import dot_product_attention as dot_product_attention
+from xform.primitives.drop_in import flash_attention as flash_attention
+from xform.primitives.inference import decode_attention as decode_attention
+from xform.primitives.inference import paged_attention as paged_attention
 from xform.primitives.masks import Mask as Mask
 from xform.primitives.masks import causal as causal
 from xform.primitives.masks import documents as documents

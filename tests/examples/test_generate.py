@@ -29,6 +29,7 @@ def params():
     ("how", "tokens"),
     [
         ({"temperature": 0.0}, 20),
+        ({"temperature": 0.0, "page_size": 8}, 40),
         ({"temperature": 0.9, "top_k": 9, "top_p": 0.8}, 300),
         pytest.param({"temperature": 0.0}, 600, marks=pytest.mark.slow),
         pytest.param({"temperature": 1.3}, 600, marks=pytest.mark.slow),
@@ -40,6 +41,7 @@ def test_the_tokens_are_those_of_the_full_forward_pass(how, tokens):
     text = jnp.concatenate([jnp.asarray(PROMPT), found], axis=1)
     logits = once(partial(llama.logits, config=SMALL), params(), text, jnp.zeros_like(text))
     how = {"top_k": None, "top_p": None, **how}
+    how.pop("page_size", None)  # where keys are kept decides nothing
     pick = jax.jit(lambda t: generate.choose(logits[:, t - 1], jax.random.fold_in(key, t), **how))
     expected = np.stack([pick(t) for t in range(5, 5 + tokens)], axis=1)
     np.testing.assert_array_equal(found, expected)
@@ -100,7 +102,9 @@ def test_a_checkpoint_is_asked(tmp_path, capsys):
 
 def test_what_makes_no_sense_is_listed():
     with pytest.raises(ValueError, match="tokens=0 must be") as error:
-        generate.check(generate.Config(tokens=0, rows=0, temperature=-1, top_k=0, top_p=1.5))
-    for name in ("rows=0", "temperature=-1", "top_k=0", "top_p=1.5"):
+        generate.check(
+            generate.Config(tokens=0, rows=0, temperature=-1, top_k=0, top_p=1.5, page_size=0)
+        )
+    for name in ("page_size=0", "rows=0", "temperature=-1", "top_k=0", "top_p=1.5"):
         assert f"{name} must be" in str(error.value)
     generate.check(generate.Config(top_k=1, top_p=1.0, temperature=0.0))

@@ -8,6 +8,11 @@ from xform.primitives.attention import flex_attention_p as flex_attention_p
 from xform.primitives.attention import which as which
 from xform.primitives.cross_entropy import linear_cross_entropy as linear_cross_entropy
 from xform.primitives.cross_entropy import linear_cross_entropy_p as linear_cross_entropy_p
+from xform.primitives.drop_in import dot_product_attention as dot_product_attention
+from xform.primitives.drop_in import flash_attention as flash_attention
+from xform.primitives.inference import decode_attention as decode_attention
+from xform.primitives.inference import merge as merge
+from xform.primitives.inference import paged_attention as paged_attention
 from xform.primitives.masks import Mask as Mask
 from xform.primitives.masks import causal as causal
 from xform.primitives.masks import documents as documents

@@ -394,7 +394,9 @@ ad.primitive_jvps[flex_attention_p] = _jvp
 batching.primitive_batchers[flex_attention_p] = _batch
 
 
-def _check(q, k, v, sinks, dropout_rate, dropout_key, aux, implementation) -> None:
+def _check(
+    q, k, v, sinks, dropout_rate, dropout_key, aux, implementation, *, caller="flex_attention"
+) -> None:
     """Raises one error that lists everything wrong with the arguments."""
     wrong = []
     for name, x in (("q", q), ("k", k), ("v", v)):
@@ -407,7 +409,7 @@ def _check(q, k, v, sinks, dropout_rate, dropout_key, aux, implementation) -> No
     if not wrong:
         wrong += _misfits(q, k, v, sinks)
     if isinstance(dropout_rate, jax.Array):
-        raise ValueError("flex_attention: `dropout_rate` is an array; needed is a Python number.")
+        raise ValueError(f"{caller}: `dropout_rate` is an array; needed is a Python number.")
     if not 0 <= dropout_rate < 1:
         wrong.append(f"`dropout_rate` is {dropout_rate}; needed is a probability below 1")
     if dropout_rate and dropout_key is None:
@@ -419,10 +421,10 @@ def _check(q, k, v, sinks, dropout_rate, dropout_key, aux, implementation) -> No
     if implementation not in IMPLEMENTATIONS:
         wrong.append(f"`implementation` is {implementation!r}; there is {list(IMPLEMENTATIONS)}")
     if wrong:
-        raise ValueError("flex_attention: " + "; ".join(wrong) + ".")
+        raise ValueError(f"{caller}: {'; '.join(wrong)}.")
 
 
-def _check_mods(score_mod, mask_mod, scale, shape: Shape) -> None:
+def _check_mods(score_mod, mask_mod, scale, shape: Shape, caller="flex_attention") -> None:
     for name, mod in (("score_mod", score_mod), ("mask_mod", mask_mod)):
         if isinstance(mod, type):
             raise TypeError(f"`{name}` is the class `{mod.__name__}`: call it, `{mod.__name__}()`.")
@@ -433,7 +435,7 @@ def _check_mods(score_mod, mask_mod, scale, shape: Shape) -> None:
             )
     mods = [mod for mod in (score_mod, mask_mod) if isinstance(mod, Mod)]
     if wrong := [words for mod in mods for words in mod.misfits(shape)]:
-        raise ValueError(f"flex_attention: {'; '.join(wrong)}.")
+        raise ValueError(f"{caller}: {'; '.join(wrong)}.")
     if scale is not None and jnp.shape(scale):
         raise ValueError(f"`scale` must be a scalar, found shape {jnp.shape(scale)}.")
 

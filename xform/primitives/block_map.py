@@ -15,7 +15,6 @@ A value that depends on rows alone or on columns alone is computed once.
 What is decided pair by pair of a mask that computes with floats is as XLA rounds it there.
 """
 
-import itertools
 import math
 import operator
 from collections.abc import Callable, Sequence
@@ -258,8 +257,12 @@ def _decided(grid: _Grid, codes: Array, first: tuple) -> Array:
         return codes
     sides = zip(first, codes.shape, grid.tile, strict=True)
     q, k = ((i + jnp.arange(n, dtype=jnp.int32)) * tile for i, n, tile in sides)
-    ends = [(start, start + tile - 1) for start, tile in zip((q, k), grid.tile, strict=True)]
-    corners = [_seen(grid, *corner) for corner in itertools.product(*ends)]
+    ends = [
+        jnp.concatenate([start, start + tile - 1])
+        for start, tile in zip((q, k), grid.tile, strict=True)
+    ]
+    (rows, cols), seen = codes.shape, _seen(grid, *ends)
+    corners = [seen[i : i + rows, j : j + cols] for i in (0, rows) for j in (0, cols)]
     differ = reduce(operator.or_, corners) & ~reduce(operator.and_, corners)
     undecided = (codes == PARTIAL) & ~differ
     settle = partial(_settled, grid, q, k, undecided)

@@ -1,0 +1,292 @@
+"""Decoding and paging are attention over the keys that there are, wherever they are kept."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.oracle import assert_as_right_as, in_float64, plain
+from xform.primitives import inference
+from xform.primitives.attention import flex_attention
+from xform.primitives.inference import decode_attention, merge, paged_attention
+from xform.primitives.masks import causal, documents, global_tokens, sliding_window
+from xform.primitives.scores import alibi, softcap
+
+B, H, K, D, V, S, PAGE = 3, 4, 2, 8, 6, 70, 7
+LENGTHS = jnp.array([5, 70, 33])
+RNG = np.random.default_rng(0)
+
+
+@pytest.fixture(autouse=True)
+def small_parts(monkeypatch):
+    """Parts of 16 keys, so that 70 are many."""
+    monkeypatch.setattr(inference, "_KEYS", 16)
+
+
+def normal(*shape, dtype="float32"):
+    return jnp.asarray(RNG.normal(size=shape), dtype)
+
+
+def problem(new=1, dtype="float32"):
+    """Queries, and a cache whose unused places are NaN."""
+    there = (jnp.arange(S)[None] < LENGTHS[:, None])[..., None, None]
+    k, v = (jnp.where(there, normal(B, S, K, d), jnp.nan).astype(dtype) for d in (D, V))
+    return normal(B, new, H, D, dtype=dtype), k, v
+
+
+def paged(k, v):
+    """The same keys in pages: shuffled, among others full of NaN, whole pages of none as holes."""
+    count = S // PAGE
+    where = RNG.permutation(B * count + 5)[: B * count].reshape(B, count)
+    pages = [np.full((B * count + 5, PAGE, *x.shape[2:]), np.nan, x.dtype) for x in (k, v)]
+    for pool, x in zip(pages, (k, v), strict=True):
+        pool[where] = np.asarray(x).reshape(B, count, PAGE, *x.shape[2:])
+    used = np.arange(count) * PAGE < np.asarray(LENGTHS)[:, None]
+    free = np.where(np.arange(count) % 2, -1, 10**6)
+    return *map(jnp.asarray, pages), jnp.asarray(np.where(used, where, free))
+
+
+def expected(q, k, v, lengths=LENGTHS, score=None, mask=None, **options):
+    """Dense attention at the true positions, hidden keys cleaned away."""
+    new = q.shape[1]
+    there = (jnp.arange(k.shape[1])[None] < lengths[:, None])[..., None, None]
+    place = lambda b, t: lengths[b] - new + t
+
+    def seen(b, h, t, j):
+        inside = (j < lengths[b]) & (place(b, t) >= 0)
+        return inside & (True if mask is None else mask(b, h, place(b, t), j))
+
+    return flex_attention(
+        q, jnp.where(there, k, 0), jnp.where(there, v, 0), mask_mod=seen,
+        score_mod=score and (lambda s, b, h, t, j: score(s, b, h, place(b, t), j)),
+        implementation="reference", **options,
+    )  # fmt: skip
+
+
+SLOPES = jnp.asarray(RNG.uniform(0, 0.3, H), jnp.float32)
+BY_BATCH = jnp.asarray(RNG.normal(size=(B, S)), jnp.float32)
+MODS = {
+    "nothing": {},
+    "causal": {"mask": causal()},
+    "window and first tokens": {
+        "mask": causal() & (sliding_window(9) | global_tokens(2)),
+        "score": softcap(3.0) >> alibi(SLOPES),
+    },
+    "arrays of batch, heads and positions": {
+        "mask": lambda b, h, q, k: (k + h) % (b + 2) != 0,
+        "score": lambda s, b, h, q, k: s + BY_BATCH[b, k] - 0.1 * SLOPES[h] * q,
+    },
+    "documents": {"mask": causal() & documents(jnp.arange(S) // 20)},
+    "nothing is seen": {"mask": lambda b, h, q, k: k < 0},
+}
+
+
+def attend(how, q, k, v, splits=1, lengths=LENGTHS, mask=None, score=None, **options):
+    mods = {"mask_mod": mask, "score_mod": score, "splits": splits}
+    if how == "decode":
+        return decode_attention(q, k, v, lengths, **mods, **options)
+    return paged_attention(q, *paged(k, v), lengths, **mods, **options)
+
+
+def once(f, *args):
+    return jax.jit(f, compiler_options={"xla_backend_optimization_level": 0})(*args)
+
+
+@pytest.mark.parametrize("how", ["decode", "pages"])
+@pytest.mark.parametrize("name", MODS)
+def test_the_keys_that_there_are(name, how):
+    new, splits = (1, 1) if name in ("nothing", "documents") else (6, 3)
+    q, k, v = problem(new)
+    run = functools.partial(attend, how, q, k, v, splits, **MODS[name], aux="lse")
+    out, aux = once(run)
+    true, true_aux = expected(q, k, v, **MODS[name], aux="lse")
+    np.testing.assert_allclose(out, true, atol=2e-6)
+    np.testing.assert_allclose(aux.lse, true_aux.lse, atol=2e-6)
+    rows_without_keys = np.isneginf(true_aux.lse)
+    assert not out[rows_without_keys].any()
+    assert rows_without_keys.any() == (name == "nothing is seen" or new > 5)
+
+
+@pytest.mark.parametrize("how", ["decode", "pages"])
+def test_bfloat16_is_as_right_as_a_plain_program(how):
+    """Parts are merged before they are rounded."""
+    k, v = (normal(B, S, K, D, dtype="bfloat16") for _ in range(2))
+    q = normal(B, 1, H, D, dtype="bfloat16")
+    full = jnp.full(B, S)
+    pages = [x.reshape(-1, PAGE, K, D) for x in (k, v)]
+    table = jnp.arange(B * S // PAGE).reshape(B, -1)
+    found = once(
+        lambda q, k, v: (
+            decode_attention(q, k, v, full, splits=2)
+            if how == "decode"
+            else paged_attention(q, *pages, table, full, splits=2)
+        ),
+        q, k, v,
+    )  # fmt: skip
+    truth = in_float64(lambda q, k, v: plain(q, k, v), q, k, v)
+    assert_as_right_as(found, plain(q, k, v), truth)
+
+
+@pytest.mark.parametrize("how", ["decode", "pages"])
+def test_gradients(how):
+    """Of queries, keys, values, sinks and what the mods read; zero where nothing is."""
+    q, k, v = problem(2)
+    sinks = normal(H)
+    pages = paged(k, v)
+
+    def mods(slopes):
+        return {"score_mod": softcap(3.0) >> alibi(slopes), "mask_mod": causal()}
+
+    def loss(results):
+        out, aux = results
+        return jnp.sin(out).sum() + jnp.where(jnp.isfinite(aux.lse), aux.lse, 0).sum()
+
+    def found(q, k, v, sinks, slopes):
+        options = {"aux": "lse", "sinks": sinks, **mods(slopes)}
+        if how == "decode":
+            return loss(decode_attention(q, k, v, LENGTHS, **options))
+        return loss(paged_attention(q, k, v, pages[2], LENGTHS, **options))
+
+    def true(q, k, v, sinks, slopes):
+        score = softcap(3.0) >> alibi(slopes)
+        return loss(expected(q, k, v, score=score, mask=causal(), sinks=sinks, aux="lse"))
+
+    args = (q, k, v) if how == "decode" else (q, *pages[:2])
+    grads = once(jax.grad(found, range(5)), *args, sinks, SLOPES)
+    correct = once(jax.grad(true, range(5)), q, k, v, sinks, SLOPES)
+    if how == "pages":
+        table = np.asarray(pages[2])
+        used = (table >= 0) & (table < len(pages[0]))
+        for i in (1, 2):
+            whole = np.zeros_like(pages[i - 1])
+            whole[table[used]] = np.asarray(correct[i]).reshape(B, -1, PAGE, *whole.shape[2:])[used]
+            correct = (*correct[:i], whole, *correct[i + 1 :])
+    for a, b in zip(grads, correct, strict=True):
+        assert np.abs(b).max() > 1e-3
+        np.testing.assert_allclose(a, b, atol=3e-5)
+
+
+def test_shared_pages_and_holes():
+    """Two texts begin with one page, one names a page twice, and a page in the middle is gone."""
+    pool_k, pool_v = normal(6, PAGE, K, D), normal(6, PAGE, K, V)
+    table = jnp.array([[4, 1, 0], [4, -1, 3], [2, 2, 99]])
+    lengths = jnp.array([18, 21, 14])
+    q = normal(3, 2, H, D)
+    k, v = (x[jnp.clip(table, 0, 5)].reshape(3, 21, *x.shape[2:]) for x in (pool_k, pool_v))
+    hole = jnp.repeat((table < 0) | (table > 5), PAGE, 1)
+    mask = lambda b, h, q, k: (q >= k) & ~hole[b, k]
+    found = paged_attention(q, pool_k, pool_v, table, lengths, mask_mod=causal(), splits=2)
+    np.testing.assert_allclose(found, expected(q, k, v, lengths, mask=mask), atol=2e-6)
+
+
+@pytest.mark.parametrize("how", ["decode", "pages"])
+def test_under_vmap_and_scan(how):
+    """Over windows that are traced, and over queries alone."""
+    q, k, v = problem(2)
+    k, v = jnp.nan_to_num(k), jnp.nan_to_num(v)
+    pages = paged(k, v)
+
+    def one(q, window):
+        mask = causal() & sliding_window(window)
+        if how == "decode":
+            return decode_attention(q, k, v, LENGTHS, mask_mod=mask)
+        return paged_attention(q, *pages, LENGTHS, mask_mod=mask)
+
+    windows, qs = jnp.array([3, 40]), jnp.stack([q, 2 * q])
+    mask = lambda n: causal() & sliding_window(windows[n])
+    true = [expected(qs[n], k, v, mask=mask(n)) for n in range(2)]
+    np.testing.assert_allclose(once(jax.vmap(one), qs, windows), true, atol=2e-6)
+    scan = lambda qs, windows: jax.lax.map(lambda x: one(*x), (qs, windows))
+    np.testing.assert_allclose(once(scan, qs, windows), true, atol=2e-6)
+
+
+def test_only_parts_that_are_seen_are_read():
+    q, k, v = problem(1)
+    kept = inference._Keys(lambda n: (k, v, n), 16, S, lambda b, j: True, 1)
+    live = lambda lengths, mask: inference._live(
+        q.shape, kept, functools.partial(inference._seen, kept, lengths, 1, mask), 5
+    )
+    some = jnp.array([3, 35, 18])
+    assert live(some, None).tolist() == [True, True, True, False, False]
+    assert live(LENGTHS, sliding_window(20)).tolist() == [True, True, True, True, True]
+    late = jnp.array([70, 66, 68])
+    assert live(late, sliding_window(10)).tolist() == [False, False, False, True, True]
+    assert live(late, lambda b, h, q, k: (k % 70 == 40) & (h == 3)).tolist() == [
+        False, False, True, False, False,
+    ]  # fmt: skip
+
+
+def test_no_second_copy_of_the_keys(monkeypatch):
+    monkeypatch.setattr(inference, "_KEYS", 1024)
+    struct = jax.ShapeDtypeStruct
+    pool, table = struct((600, 64, 2, 64), jnp.float32), struct((2, 256), jnp.int32)
+    q, lengths = struct((2, 1, 4, 64), jnp.float32), struct((2,), jnp.int32)
+    cache = struct((2, 256 * 64, 2, 64), jnp.float32)
+    whole = 2 * 2 * 256 * 64 * 2 * 64 * 4
+    mask = causal() & sliding_window(4096)
+    for run, *args in (
+        (functools.partial(paged_attention, mask_mod=mask), q, pool, pool, table, lengths),
+        (functools.partial(decode_attention, mask_mod=mask), q, cache, cache, lengths),
+    ):
+        memory = jax.jit(run).lower(*args).compile().memory_analysis()
+        assert memory.temp_size_in_bytes < whole / 4
+
+
+@pytest.mark.parametrize("how", ["decode", "pages"])
+def test_nothing_to_attend_to(how):
+    q, k, v = problem(2)
+    assert attend(how, q[:, :0], k, v).shape == (B, 0, H, V)
+    none = jnp.zeros(B, jnp.int32)
+    assert not attend(how, q, k, v, lengths=none).any()
+    if how == "decode":
+        assert not decode_attention(q, k[:, :0], v[:, :0], none).any()
+    else:
+        pages = paged(k, v)
+        assert not paged_attention(q, *pages[:2], pages[2][:, :0], none).any()
+        assert not paged_attention(q, pages[0][:0], pages[1][:0], pages[2], LENGTHS).any()
+
+
+def test_one_length_for_all():
+    q, k, v = normal(B, 2, H, D), normal(B, S, K, D), normal(B, S, K, V)
+    found = decode_attention(q, k, v, 41, mask_mod=causal())
+    np.testing.assert_allclose(found, expected(q, k, v, jnp.full(B, 41), mask=causal()), atol=2e-6)
+
+
+def test_merge_has_exact_gradients():
+    q, k, v = (normal(1, 12, 2, 4) for _ in range(3))
+    parts = [lambda b, h, q, k, n=n: (q >= k) & (k % 3 == n) for n in range(3)]
+
+    def merged(q, k, v):
+        results = [flex_attention(q, k, v, mask_mod=part, aux="lse") for part in parts]
+        out, lse = merge(*map(jnp.stack, zip(*((o, aux.lse) for o, aux in results), strict=True)))
+        return jnp.sin(out).sum() + lse.sum()
+
+    def whole(q, k, v):
+        out, aux = flex_attention(q, k, v, mask_mod=causal(), aux="lse")
+        return jnp.sin(out).sum() + aux.lse.sum()
+
+    found, true = (once(jax.value_and_grad(f, (0, 1, 2)), q, k, v) for f in (merged, whole))
+    for a, b in zip(*map(jax.tree.leaves, (found, true)), strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-5)
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_what_does_not_fit_is_named():
+    q, k, v = problem()
+    pages = paged(k, v)
+    for f, message in (
+        (lambda: decode_attention(q, k[:2], v, LENGTHS), r"decode_attention: `k` has shape \(2, "),
+        (lambda: decode_attention(q, k, v, LENGTHS[:2]), r"`lengths` is int32\[2\]; .*\[3\]"),
+        (lambda: decode_attention(q, k, v, 2.0), r"`lengths` is float32\[\]; needed are integers"),
+        (lambda: decode_attention(q, k, v, 5, aux="max"), r"`aux` asks for \['max'\]; there is"),
+        (lambda: decode_attention(q, k, v, 5, mask_mod=causal), r"is the class `causal`: call it"),
+        (lambda: decode_attention(q, k, v, 5, score_mod=alibi(jnp.ones(3))),
+         r"decode_attention: `alibi\(slopes\)` has shape \[3\]"),
+        (lambda: paged_attention(q, *pages[:2], pages[2][:2], LENGTHS), r"`page_table` has shape"),
+        (lambda: paged_attention(q, pages[0], pages[1][:4], pages[2], 5), r"`v_pages` \(4, 7"),
+        (lambda: paged_attention(q, pages[0][..., :4], *pages[1:], 5), r"paged_attention: `k` has"),
+    ):  # fmt: skip
+        with pytest.raises((ValueError, TypeError), match=message):
+            f()
