@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import jax
+
+from xform.lowering._loss_fn import LossSpec
 from xform.lowering._spec import Spec
 
 IMPLEMENTATIONS = (None, "blockwise", "mosaic_gpu", "reference")
@@ -22,6 +25,15 @@ class Device(NamedTuple):
     platform: str
     capability: str | None = None
     kind: str | None = None
+
+    @property
+    def misfits(self) -> list[str]:
+        """Why it runs no kernel; nothing if it is a Hopper, as far as is known."""
+        if self.platform != "cuda":
+            return [f"the program is for {self.platform}, not for an NVIDIA GPU"]
+        if not (self.capability or "9.0").startswith("9."):
+            return [f"the GPU's compute capability is {self.capability}, not 9.0 (Hopper)"]
+        return []
 
 
 class Choice(NamedTuple):
@@ -57,11 +69,9 @@ def choose(
         return Choice(implementation, "asked for by name")
     from xform.lowering import mosaic_gpu  # only where the choice is not made already
 
-    reasons = mosaic_gpu.misfits(spec, q_shape, kv_len, v_size)
-    if device is not None and device.platform != "cuda":
-        reasons.insert(0, f"the program is for {device.platform}, not for an NVIDIA GPU")
-    elif device is not None and not (device.capability or "9.0").startswith("9."):
-        reasons.insert(0, f"the GPU's compute capability is {device.capability}, not 9.0 (Hopper)")
+    reasons = [
+        *(device.misfits if device else ()), *mosaic_gpu.misfits(spec, q_shape, kv_len, v_size)
+    ]  # fmt: skip
     if peak:
         reasons.append('`aux` asks for "max", whose derivative needs the key of each maximum')
     if not reasons:
@@ -72,3 +82,37 @@ def choose(
             "leave the choice open with `implementation=None`: blockwise has no such limits."
         )
     return Choice("blockwise", "no kernel: " + "; ".join(reasons))
+
+
+def by_kernels(
+    spec: LossSpec, weight_shape: Sequence[int], tokens: int, device: Device | None
+) -> bool:
+    """Returns whether kernels compute linear cross entropy.
+
+    Args:
+      spec: what to compute, and what was asked for.
+      weight_shape: `[..., D, V]` or `[..., V, D]`.
+      tokens: how many there are.
+      device: what the program is lowered for; None if that is not known yet.
+
+    Raises:
+      NotImplementedError: if they were asked for by name and can't, with all reasons.
+    """
+    if spec.implementation == "chunked":
+        return False
+    from xform.lowering.mosaic_gpu import _loss
+
+    reasons = [*(device.misfits if device else ()), *_loss.misfits(spec, weight_shape, tokens)]
+    if spec.implementation == "mosaic_gpu" and reasons:
+        raise NotImplementedError(
+            f'`implementation="mosaic_gpu"` can\'t run: {"; ".join(reasons)}. Change that, or '
+            "leave the choice open with `implementation=None`: chunked has no such limits."
+        )
+    return not reasons
+
+
+def default_device() -> Device:
+    """Returns the device where arrays are put by default."""
+    here = jax.devices()[0]
+    platform = "cuda" if here.platform == "gpu" else here.platform
+    return Device(platform, getattr(here, "compute_capability", None), here.device_kind)
