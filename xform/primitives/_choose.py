@@ -85,8 +85,9 @@ def choose(
 
 
 def by_kernels(
-    spec: LossSpec, weight_shape: Sequence[int], tokens: int, device: Device | None
-) -> bool:
+    spec: LossSpec, weight_shape: Sequence[int], tokens: int, device: Device | None, *,
+    has: bool = True,
+) -> bool:  # fmt: skip
     """Returns whether kernels compute linear cross entropy.
 
     Args:
@@ -94,6 +95,7 @@ def by_kernels(
       weight_shape: `[..., D, V]` or `[..., V, D]`.
       tokens: how many there are.
       device: what the program is lowered for; None if that is not known yet.
+      has: whether there is a kernel of this kind.
 
     Raises:
       NotImplementedError: if they were asked for by name and can't, with all reasons.
@@ -103,6 +105,8 @@ def by_kernels(
     from xform.lowering.mosaic_gpu import _loss
 
     reasons = [*(device.misfits if device else ()), *_loss.misfits(spec, weight_shape, tokens)]
+    if not has:
+        reasons.append("there are first derivatives of hidden states and weights, and no others")
     if spec.implementation == "mosaic_gpu" and reasons:
         raise NotImplementedError(
             f'`implementation="mosaic_gpu"` can\'t run: {"; ".join(reasons)}. Change that, or '

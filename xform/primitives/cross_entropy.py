@@ -141,9 +141,11 @@ def _cross_entropy(
         jnp.dtype(hidden.dtype), softcap, bool(bias), label_smoothing > 0, labels.ndim, vocab_dim,
         chunks, implementation,
     )  # fmt: skip
-    # By kernels, both gradients come from one walk of the vocabulary, and are cheaper so.
+    # By kernels, both gradients come from one walk of the vocabulary, and are cheaper so. They have
+    # none for a bias.
     device = default_device() if implementation is None else None
-    spec = dataclasses.replace(spec, together=by_kernels(spec, weight.shape, labels.size, device))
+    kernels = by_kernels(spec, weight.shape, labels.size, device)
+    spec = dataclasses.replace(spec, together=kernels and not bias)
     size = entries = weight.shape[vocab_dim]
     first = 0
     if vocab_axis is not None:
@@ -231,7 +233,7 @@ def _structs(*args, spec: LossSpec, hidden: int, rows):
 def _impl(*args, spec, hidden, rows, device, auto):
     def forward(*args):
         *operands, labels = args
-        if rows is None and by_kernels(spec, operands[1].shape, labels.size, device):
+        if by_kernels(spec, operands[1].shape, labels.size, device, has=rows is None):
             from xform.lowering.mosaic_gpu import _loss
 
             return _loss.forward(spec, hidden, operands, labels)
@@ -257,7 +259,7 @@ def _jvp(primals, tangents, *, spec, hidden, rows):
     dh, *columns = tangents[:-1]
     moves = lambda ts: tuple(type(t) is not ad.Zero for t in ts)
     (along_h,), along = moves([dh]), moves(columns)
-    together = spec.together and along_h and any(along) and rows is None
+    together = spec.together and along_h and rows is None
     kept = spec.dtype if rows is None and along_h and not together else rows
     bind = partial(linear_cross_entropy_p.bind, *primals, spec=spec, hidden=hidden)
     top, *outs = bind(rows=kept)
@@ -273,7 +275,7 @@ def _jvp(primals, tangents, *, spec, hidden, rows):
         return tile_sum(Jvp(fn, nonzero), arrays, [labels], hidden=hidden, outs=structs)
 
     d_sums = [jnp.zeros_like(x) for x in sums]
-    if any(along):
+    if any(along) or together:
         d_sums = derivative(fn, (together, *along), sums)
     if along_h and not together:
         wide = lambda x: x.astype(spec.wide)

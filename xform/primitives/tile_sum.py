@@ -98,7 +98,8 @@ def _loss_impl(*args, fn, hidden, outs, device, auto):
 
         arrays = (fn, hidden, _structs(outs), *_split(args, fn))
         weight = next(x for x, kind in zip(args, fn.operands, strict=False) if kind == COL)
-        if _loss.differentiates(fn) and by_kernels(fn.spec, weight.shape, args[-1].size, device):
+        has = _loss.differentiates(fn)
+        if by_kernels(fn.spec, weight.shape, args[-1].size, device, has=has):
             return _loss.gradients(*arrays)
         return chunked.tile_sum(*arrays, device.platform)
 

@@ -23,7 +23,7 @@ from jax import lax
 from xform.lowering._loss_fn import IGNORED, CrossEntropy, LossSpec
 from xform.lowering._tile_fn import ROW, Jvp, TileFn, Transpose, base, merge
 from xform.lowering._tokens import Layout
-from xform.lowering.chunked import clean, put, take
+from xform.lowering.chunked import clean, fold, take
 
 _DTYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
 # Entries of the vocabulary that the backward pass takes at a time: products of [D,N] and [N,v] fill
@@ -51,10 +51,14 @@ def misfits(spec: LossSpec, weight_shape: Sequence[int], tokens: int) -> list[st
 
 
 def differentiates(fn: TileFn) -> bool:
-    """Whether a term is the first-order gradient of cross entropy, which the kernels compute."""
+    """Whether a term is the first-order gradient of hidden states, weights or both.
+
+    That of a bias is a sum of cotangents over tokens, in float32: they leave the kernel rounded.
+    """
     match fn:
         case Transpose(Jvp(CrossEntropy(), nonzero), linear, _):
-            return linear == (False,) * len(nonzero) + (True,) * sum(nonzero) and not nonzero[1]
+            first = linear == (False,) * len(nonzero) + (True,) * sum(nonzero)
+            return first and not any((nonzero[1], *nonzero[3:]))
     return False
 
 
@@ -99,10 +103,10 @@ def gradients(
 
 
 def _gradients(fn: Transpose, structs, entries: int, interpret, labels, h, top, w, *rest) -> list:
-    """`gradients` of flat arrays: of those of hidden states, weights and bias that move."""
+    """`gradients` of flat arrays: of those of hidden states and weights that move."""
     spec: LossSpec = fn.spec
     bias, cts = rest[: spec.biased], rest[spec.biased :]
-    moves = fn.fn.nonzero[:1] + fn.fn.nonzero[2:]
+    moves = fn.fn.nonzero[0], fn.fn.nonzero[2]
     from xform.lowering.mosaic_gpu import _logits
 
     call = _call(spec, h, w, interpret)
@@ -114,16 +118,13 @@ def _gradients(fn: Transpose, structs, entries: int, interpret, labels, h, top, 
         def step(start, count: int, results: tuple) -> tuple:
             first, whole = jnp.full((1,), start, jnp.int32), -(-count // 8) * 8
             ct = _logits.cotangents(call, h, w, bias, first, whole, *numbers, interpret=interpret)
-            d_h, d_w, *d_bias = results
+            d_h, d_w = results
             if moves[0]:
                 d_h = _logits.add(call, d_h, ct, w, first, interpret=interpret)
             ct = ct[:, :count]
             if moves[1]:
-                part = _token_sum(spec, ct, h, labels, clean_first).astype(d_w.dtype)
-                d_w = put(d_w, part, start, spec.vocab_dim)
-            if any(moves[2:]):
-                d_bias = [put(d_bias[0], ct.astype(spec.wide).sum(0), start)]
-            return d_h, d_w, *d_bias
+                d_w = _token_sum(spec, d_w, start, ct, h, labels, clean_first)
+            return d_h, d_w
 
         whole = [-(-n // m) * m for n, m in zip(h.shape, (cut.rows, cut.cols), strict=True)]
         nothing = jax.ShapeDtypeStruct((), spec.wide)
@@ -135,9 +136,9 @@ def _gradients(fn: Transpose, structs, entries: int, interpret, labels, h, top, 
             results = lax.fori_loop(0, count, lambda i, c: step(i * entries, entries, c), results)
         if left:
             results = step(count * entries, left, results)
-        d_h, *others = results
+        d_h, d_w = results
         d_h = d_h[: len(h), : h.shape[1]].astype(structs[0].dtype) if moves[0] else d_h
-        return [x for x, moving in zip((d_h, *others), moves, strict=True) if moving]
+        return [x for x, moving in zip((d_h, d_w), moves, strict=True) if moving]
 
     if not moves[1]:
         return walk(False)
@@ -146,24 +147,21 @@ def _gradients(fn: Transpose, structs, entries: int, interpret, labels, h, top, 
     return lax.cond(fine.all(), partial(walk, False), partial(walk, True))
 
 
-def _product(x, y, x_dim: int, y_dim: int):
-    return lax.dot_general(
-        x, y, (((x_dim,), (y_dim,)), ((), ())), preferred_element_type=jnp.float32
-    )
+def _token_sum(spec: LossSpec, result, start, ct, h, labels, clean_first: bool):
+    """Puts the sum over tokens, `h' ct` or its transpose, into the gradient of the weights."""
 
+    def step(n, size: int, result):
+        part = take(h, n, size, 1)
+        part = clean(part, labels) if clean_first else part
+        x, y = (part, ct) if spec.vocab_dim else (ct, part)
+        product = lax.dot_general(
+            x, y, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32
+        ).astype(result.dtype)
+        at = (n, start) if spec.vocab_dim else (start, n)
+        return lax.dynamic_update_slice(result, product, at)
 
-def _token_sum(spec: LossSpec, ct, h, labels, clean_first: bool):
-    """The sum over tokens: `h' ct`, or its transpose for weights `[V,D]`."""
-    product = lambda h: _product(h, ct, 0, 0) if spec.vocab_dim else _product(ct, h, 0, 0)
-    if not clean_first:
-        return product(h)
     size = h.shape[1]
-    parts = [(n, min(_CLEANED, size - n)) for n in range(0, size, _CLEANED)]
-    return jnp.concatenate(
-        # Behind the barrier, since XLA would clean all before the loop, and keep it.
-        [product(clean(take(lax.optimization_barrier((h, ct))[0], *p, 1), labels)) for p in parts],
-        1 - spec.vocab_dim,
-    )
+    return fold(size, _CLEANED, step, result) if clean_first else step(0, size, result)
 
 
 def _call(spec: LossSpec, h, w, interpret):
