@@ -2,12 +2,12 @@
 
 Forward, one product: each tile of logits leaves three or four numbers a token, and XLA joins them.
 Backward, three: some entries at a time, a kernel makes the logits again and leaves the cotangents
-of the products, for all tokens, in the dtype of the weights; two products of XLA take them further.
-The gradient of these weights is then finished, and rounded once; that of hidden states adds up in
-float32.
+of the products, for all tokens, in the dtype of the weights. One more product by XLA, and the
+gradient of these weights is finished, and rounded once; one by the kernel adds to that of hidden
+states, in float32 and in place.
 
-Memory, for N tokens in bfloat16: 12 N V / 256 bytes forward, 4 N D + 2 N v + 4 D v backward with v
-entries at a time. At N = 8,192, V = 128,256 and D = 4,096 that is 49 MB and 202 MB, where logits in
+Memory, for N tokens in bfloat16: 12 N V / 256 bytes forward, 4 N D + 2 N v + 2 D v backward with v
+entries at a time. At N = 8,192, V = 128,256 and D = 4,096 that is 49 MB and 185 MB, where logits in
 float32 would take 4,203.
 """
 
