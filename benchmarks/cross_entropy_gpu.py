@@ -49,8 +49,8 @@ LARGE, MIDDLE = Shape(8192, 128256, 4096), Shape(8192, 32768, 2048)
 # ---- the peers: (hidden [T,D], weight [D,V], labels [T]) -> mean loss ----------------------------
 
 
-def xform(hidden, weight, labels):
-    return linear_cross_entropy(hidden, weight, labels)[0].mean()
+def xform(hidden, weight, labels, *, implementation=None):
+    return linear_cross_entropy(hidden, weight, labels, implementation=implementation)[0].mean()
 
 
 def dense(hidden, weight, labels, *, logits):
@@ -81,6 +81,7 @@ def tokamax(implementation: str) -> Callable:
 
 PEERS: dict[str, Callable[[], Callable]] = {
     "xform": lambda: xform,
+    "xform, chunked": lambda: partial(xform, implementation="chunked"),
     "dense, bf16 logits": lambda: partial(dense, logits=jnp.bfloat16),
     "dense, f32 logits": lambda: partial(dense, logits=jnp.float32),
     "tokamax chunked_xla": partial(tokamax, "chunked_xla"),

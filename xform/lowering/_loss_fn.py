@@ -47,6 +47,9 @@ class LossSpec:
       token_dims: how many dimensions the labels have.
       vocab_dim: 0 for weights `[V,D]`, 1 for `[D,V]`.
       chunks: how many logits are held at once; None for the platform's.
+      implementation: "chunked", "mosaic_gpu", or None to choose where the device is known.
+      together: whether one walk of the vocabulary makes the gradients of hidden states and weights,
+        which then both wait for the cotangents.
     """
 
     dtype: jnp.dtype
@@ -56,6 +59,8 @@ class LossSpec:
     token_dims: int
     vocab_dim: int
     chunks: Chunks | None
+    implementation: str | None = None
+    together: bool = False
 
     @property
     def wide(self) -> jnp.dtype:

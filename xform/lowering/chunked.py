@@ -37,6 +37,10 @@ CHUNKS = {
 _ALIGNED = 128
 
 
+def _default(platform: str) -> Chunks:
+    return CHUNKS.get(platform, CHUNKS["default"])
+
+
 def fold(length: int, chunk: int, step: Callable, carry):
     """Folds `step(start, size, carry)` over equal chunks, if need be with a smaller one at the end.
 
@@ -63,14 +67,14 @@ def forward(spec: LossSpec, hidden: int, rows, operands: Sequence, labels, platf
       operands: h `[*hidden,*tokens,D]`, w `[*hidden,D,V]` or `[*hidden,V,D]`, and a bias
         `[*hidden,V]` if there is one.
       labels: int32 `[*hidden,*tokens]`: an entry of w, `IGNORED`, or any other number.
-      platform: a key of `CHUNKS`.
+      platform: a key of `CHUNKS`, or another, which takes the default.
 
     Returns:
       The largest logit but the label's, minus infinity where there is none, and each sum, in the
       wide dtype and `[*hidden,*tokens]`; then, with `rows`, the gradient of each sum for h.
     """
     fn = CrossEntropy(spec)
-    chunks = spec.chunks or CHUNKS[platform]
+    chunks = spec.chunks or _default(platform)
     chunks = chunks.by_entry if rows is None else chunks.by_token
 
     def flat(labels, h, w, *bias):
@@ -155,7 +159,7 @@ def tile_sum(
         over.
       operands: one array for each of `fn.operands`, laid out as in `forward`.
       context: the labels.
-      platform: a key of `CHUNKS`.
+      platform: a key of `CHUNKS`, or another, which takes the default.
 
     Returns:
       One array for each of `outs`.
@@ -163,7 +167,7 @@ def tile_sum(
     arrays, kinds = [*context, *operands], (ROW, *fn.operands)
     layout = Layout.of(fn.spec, hidden, (*kinds, *fn.results), [*arrays, *outs])
     structs = [layout.flat(k, o) for k, o in zip(fn.results, outs, strict=True)]
-    flat = partial(_tile_sum, fn, structs, fn.spec.chunks or CHUNKS[platform])
+    flat = partial(_tile_sum, fn, structs, fn.spec.chunks or _default(platform))
     results = layout.run(flat, arrays, kinds)
     return [
         layout.leave(x, k, o.shape).astype(o.dtype)

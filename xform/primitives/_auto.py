@@ -21,7 +21,8 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.interpreters import mlir
 from jax.sharding import NamedSharding, PartitionSpec
 
-from xform._compat import Primitive, apply_primitive, lower_with_devices
+from xform._compat import Primitive, apply_primitive, cuda_device, lower_with_devices
+from xform.primitives._choose import Device
 
 
 def register(primitive: Primitive, structs: Callable, impl: Callable) -> None:
@@ -29,14 +30,16 @@ def register(primitive: Primitive, structs: Callable, impl: Callable) -> None:
 
     Args:
       structs: `structs(*avals, **params)`, shapes and dtypes of the results.
-      impl: `impl(*args, platform, auto, **params)`: `platform` is "cpu" or "default", and `auto`
-        says whether the partitioner may split arrays.
+      impl: `impl(*args, device, auto, **params)`: `device` is what the program is lowered for, on
+        platform "cpu", "cuda" or "default", and `auto` says whether the partitioner may split
+        arrays.
     """
 
     def rule(ctx, *args, platform="default", **params):
         # What `shard_map` and one device have not.
         devices = getattr(ctx.module_context.axis_context, "device_assignment", None)
-        lower = partial(impl, platform=platform, auto=len(devices or ()) > 1)
+        device = Device(platform, *(cuda_device(ctx) if platform == "cuda" else ()))
+        lower = partial(impl, device=device, auto=len(devices or ()) > 1)
         strip = lambda avals: [ShapedArray(a.shape, a.dtype) for a in avals]
         ctx = ctx.replace(avals_in=strip(ctx.avals_in), avals_out=strip(ctx.avals_out))
         return mlir.lower_fun(lower, multiple_results=True)(ctx, *args, **params)
@@ -46,7 +49,8 @@ def register(primitive: Primitive, structs: Callable, impl: Callable) -> None:
         lambda *avals, **params: [_type(s, avals) for s in structs(*avals, **params)]
     )
     mlir.register_lowering(primitive, rule)
-    mlir.register_lowering(primitive, partial(rule, platform="cpu"), platform="cpu")
+    for platform in ("cpu", "cuda"):
+        mlir.register_lowering(primitive, partial(rule, platform=platform), platform=platform)
     lower_with_devices(primitive)
 
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import jax
+
+from xform.lowering._loss_fn import LossSpec
 from xform.lowering._spec import Spec
 from xform.lowering._tile_fn import TileFn
 
@@ -23,6 +26,15 @@ class Device(NamedTuple):
     platform: str
     capability: str | None = None
     kind: str | None = None
+
+    @property
+    def misfits(self) -> list[str]:
+        """Why it runs no kernel; nothing if it is a Hopper, as far as is known."""
+        if self.platform != "cuda":
+            return [f"the program is for {self.platform}, not for an NVIDIA GPU"]
+        if not (self.capability or "9.0").startswith("9."):
+            return [f"the GPU's compute capability is {self.capability}, not 9.0 (Hopper)"]
+        return []
 
 
 class Choice(NamedTuple):
@@ -89,11 +101,7 @@ def choose_for_sum(
 
 def _chosen(implementation: str | None, reasons: list[str], device: Device | None) -> Choice:
     """The kernel if nothing is in its way."""
-    reasons = list(reasons)
-    if device is not None and device.platform != "cuda":
-        reasons.insert(0, f"the program is for {device.platform}, not for an NVIDIA GPU")
-    elif device is not None and not (device.capability or "9.0").startswith("9."):
-        reasons.insert(0, f"the GPU's compute capability is {device.capability}, not 9.0 (Hopper)")
+    reasons = [*(device.misfits if device else ()), *reasons]
     if not reasons:
         return Choice("mosaic_gpu", "a kernel takes all of it")
     if implementation == "mosaic_gpu":
@@ -102,3 +110,41 @@ def _chosen(implementation: str | None, reasons: list[str], device: Device | Non
             "leave the choice open with `implementation=None`: blockwise has no such limits."
         )
     return Choice("blockwise", "no kernel: " + "; ".join(reasons))
+
+
+def by_kernels(
+    spec: LossSpec, weight_shape: Sequence[int], tokens: int, device: Device | None, *,
+    has: bool = True,
+) -> bool:  # fmt: skip
+    """Returns whether kernels compute linear cross entropy.
+
+    Args:
+      spec: what to compute, and what was asked for.
+      weight_shape: `[..., D, V]` or `[..., V, D]`.
+      tokens: how many there are.
+      device: what the program is lowered for; None if that is not known yet.
+      has: whether there is a kernel of this kind.
+
+    Raises:
+      NotImplementedError: if they were asked for by name and can't, with all reasons.
+    """
+    if spec.implementation == "chunked":
+        return False
+    from xform.lowering.mosaic_gpu import _loss
+
+    reasons = [*(device.misfits if device else ()), *_loss.misfits(spec, weight_shape, tokens)]
+    if not has:
+        reasons.append("there are first derivatives of hidden states and weights, and no others")
+    if spec.implementation == "mosaic_gpu" and reasons:
+        raise NotImplementedError(
+            f'`implementation="mosaic_gpu"` can\'t run: {"; ".join(reasons)}. Change that, or '
+            "leave the choice open with `implementation=None`: chunked has no such limits."
+        )
+    return not reasons
+
+
+def default_device() -> Device:
+    """Returns the device where arrays are put by default."""
+    here = jax.devices()[0]
+    platform = "cuda" if here.platform == "gpu" else here.platform
+    return Device(platform, getattr(here, "compute_capability", None), here.device_kind)

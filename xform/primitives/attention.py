@@ -31,7 +31,7 @@ from xform.lowering import blockwise, reference
 from xform.lowering._dropout import threefry
 from xform.lowering._spec import Spec
 from xform.lowering._tile_fn import COL, ROW, Attend, Jvp, Peak, Transpose, base, log_sum
-from xform.primitives._choose import IMPLEMENTATIONS, Choice, Device, choose, choose_for_sum
+from xform.primitives._choose import IMPLEMENTATIONS, Choice, choose, choose_for_sum, default_device
 from xform.primitives._mods import take_apart
 from xform.primitives._objects import Mod, Shape
 from xform.primitives._rules import add_hidden_dim, broadcast_like, hidden_sizes, join_axes
@@ -224,9 +224,7 @@ def which(
         q, options.get("score_mod"), options.get("mask_mod"),
         q.shape[-1] ** -0.5 if scale is None else scale, float(options.get("dropout_rate", 0.0)),
     )  # fmt: skip
-    here = jax.devices()[0]
-    platform = "cuda" if here.platform == "gpu" else here.platform
-    device = Device(platform, getattr(here, "compute_capability", None))
+    device = default_device()
     asked, mask = options.get("implementation"), options.get("mask_mod")
     if gradient:
         moving = (True, False, False, True, True, *(True for _ in captures))

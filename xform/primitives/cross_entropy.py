@@ -15,11 +15,14 @@ which its row is multiplied. Weights sum over tokens and have to wait; theirs is
 smoothing, z-loss and the sums over devices are ordinary JAX on these results.
 
 Products of T·V·D multiplications: one forward; forward and backward 4, in which 3 is the least of
-any method that holds all logits.
+any method that holds all logits. The kernels for NVIDIA's Hopper have 4 too, but one forward and
+three backward: there the gradient of hidden states waits for the cotangents with that of weights,
+and shares its logits.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from functools import partial
 
 import jax
@@ -36,10 +39,11 @@ from xform.lowering import chunked, reference
 from xform.lowering._loss_fn import IGNORED, Chunks, CrossEntropy, LossSpec, RowGradients
 from xform.lowering._tile_fn import Jvp, base, log_sum
 from xform.primitives._auto import axis_names, local_rows, register
+from xform.primitives._choose import by_kernels, default_device
 from xform.primitives._rules import add_hidden_dim, hidden_sizes, join_axes
 from xform.primitives.tile_sum import tile_sum
 
-_IMPLEMENTATIONS = (None, "chunked", "reference")
+_IMPLEMENTATIONS = (None, "chunked", "mosaic_gpu", "reference")
 
 
 def linear_cross_entropy(
@@ -72,7 +76,9 @@ def linear_cross_entropy(
         gradient of hidden states     6 t v + 2 D v + 10 t D + 2 N D for t, v = chunks.by_token
         gradient of weights           6 t v + 6 D v + 2 N D          for t, v = chunks.by_entry
 
-    bytes: 150 MB at N = 8,192, V = 128,256 and D = 4,096, where logits would take 4,203.
+    bytes: 150 MB at N = 8,192, V = 128,256 and D = 4,096, where logits would take 4,203. Kernels
+    take 12 N V / 256 for the loss, and 4 N D + 2 N v + 2 D v for both gradients, with v = 2,048:
+    49 and 185 MB there.
 
     **Devices.** Tokens may be split over any mesh axes, explicit, automatic or manual: each device
     works on its own, and the gradient of weights that all share is summed. Weights may be split
@@ -97,7 +103,8 @@ def linear_cross_entropy(
       vocab_axis: the manual mesh axis that splits `weight` and `bias` along the vocabulary; labels
         count over the whole of it.
       chunks: how many logits are held at once; `xform.lowering.chunked.CHUNKS` has the defaults.
-      implementation: "chunked" (any device), "reference" (dense, for tests), or None to choose.
+      implementation: "chunked" (any device), "mosaic_gpu" (kernels for NVIDIA's Hopper, first
+        derivatives), "reference" (dense, for tests), or None to choose.
 
     Returns:
       loss and log-sum-exp, float32 (float64 for float64 inputs), of the shape of `labels`.
@@ -125,19 +132,24 @@ def linear_cross_entropy(
     arrays = (hidden, weight, labels) if bias is None else (hidden, weight, labels, bias)
     if implementation == "reference":
         return reference.cross_entropy(*arrays, **options)
-    loss = partial(_cross_entropy, chunks=chunks, **options)
+    loss = partial(_cross_entropy, chunks=chunks, implementation=implementation, **options)
     return _on_shards(loss, arrays, vocab_dim, vocab_axis)
 
 
 def _cross_entropy(
     hidden, weight, labels, *bias, vocab_dim, softcap, label_smoothing, z_loss, ignore_label,
-    chunks, vocab_axis,
+    chunks, implementation, vocab_axis,
 ):  # fmt: skip
     """Loss and log-sum-exp of the tokens of one device."""
     spec = LossSpec(
         jnp.dtype(hidden.dtype), softcap, bool(bias), label_smoothing > 0, labels.ndim, vocab_dim,
-        chunks,
+        chunks, implementation,
     )  # fmt: skip
+    # By kernels, both gradients come from one walk of the vocabulary, and are cheaper so. They have
+    # none for a bias.
+    device = default_device() if implementation is None else None
+    kernels = by_kernels(spec, weight.shape, labels.size, device)
+    spec = dataclasses.replace(spec, together=kernels and not bias)
     size = entries = weight.shape[vocab_dim]
     first = 0
     if vocab_axis is not None:
@@ -222,10 +234,14 @@ def _structs(*args, spec: LossSpec, hidden: int, rows):
     return [jax.ShapeDtypeStruct(shape, spec.wide)] * (1 + sums) + [gradient] * vectors
 
 
-def _impl(*args, spec, hidden, rows, platform, auto):
+def _impl(*args, spec, hidden, rows, device, auto):
     def forward(*args):
         *operands, labels = args
-        return chunked.forward(spec, hidden, rows, operands, labels, platform)
+        if by_kernels(spec, operands[1].shape, labels.size, device, has=rows is None):
+            from xform.lowering.mosaic_gpu import _loss
+
+            return _loss.forward(spec, hidden, operands, labels)
+        return chunked.forward(spec, hidden, rows, operands, labels, device.platform)
 
     if not (auto and spec.token_dims):
         return forward(*args)
@@ -247,7 +263,8 @@ def _jvp(primals, tangents, *, spec, hidden, rows):
     dh, *columns = tangents[:-1]
     moves = lambda ts: tuple(type(t) is not ad.Zero for t in ts)
     (along_h,), along = moves([dh]), moves(columns)
-    kept = spec.dtype if rows is None and along_h else rows
+    together = spec.together and along_h and rows is None
+    kept = spec.dtype if rows is None and along_h and not together else rows
     bind = partial(linear_cross_entropy_p.bind, *primals, spec=spec, hidden=hidden)
     top, *outs = bind(rows=kept)
     sums, gradients = outs[:n], outs[n:]
@@ -262,9 +279,9 @@ def _jvp(primals, tangents, *, spec, hidden, rows):
         return tile_sum(Jvp(fn, nonzero), arrays, [labels], hidden=hidden, outs=structs)
 
     d_sums = [jnp.zeros_like(x) for x in sums]
-    if any(along):
-        d_sums = derivative(fn, (False, *along), sums)
-    if along_h:
+    if any(along) or together:
+        d_sums = derivative(fn, (together, *along), sums)
+    if along_h and not together:
         wide = lambda x: x.astype(spec.wide)
         d_sums = [d + (wide(g) * wide(dh)).sum(-1) for d, g in zip(d_sums, gradients, strict=True)]
     d_outs = [ad.Zero(jax.typeof(top)), *d_sums]

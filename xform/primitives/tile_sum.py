@@ -30,7 +30,7 @@ from xform.lowering._loss_fn import LossSpec
 from xform.lowering._spec import Spec
 from xform.lowering._tile_fn import COL, ROW, Jvp, TileFn, Transpose, merge
 from xform.primitives._auto import local_rows, register
-from xform.primitives._choose import choose_for_sum
+from xform.primitives._choose import by_kernels, choose_for_sum
 from xform.primitives._rules import add_hidden_dim, hidden_sizes, join_axes
 from xform.primitives._split import Layout, Layouts, splittable
 from xform.primitives.block_map import block_map
@@ -96,13 +96,19 @@ def _impl(*args, origin, outs, device, fn, hidden, implementation, kinds=block_m
     return lowering.tile_sum(fn, kinds, hidden, outs, operands, context, origin=origin)
 
 
-def _loss_impl(*args, fn, hidden, outs, platform, auto, **_):
+def _loss_impl(*args, fn, hidden, outs, device, auto, **_):
     """The tile sums of linear cross entropy, by tokens where the partitioner splits them."""
 
     def whole(*args):
         from xform.lowering import chunked  # slow to import, and not wanted by attention
+        from xform.lowering.mosaic_gpu import _loss
 
-        return chunked.tile_sum(fn, hidden, _structs(outs), *_split(args, fn), platform)
+        arrays = (fn, hidden, _structs(outs), *_split(args, fn))
+        weight = next(x for x, kind in zip(args, fn.operands, strict=False) if kind == COL)
+        has = _loss.differentiates(fn)
+        if by_kernels(fn.spec, weight.shape, args[-1].size, device, has=has):
+            return _loss.gradients(*arrays)
+        return chunked.tile_sum(*arrays, device.platform)
 
     if not (auto and fn.spec.token_dims):
         return whole(*args)

@@ -1,7 +1,8 @@
-"""Attention kernels for NVIDIA's Hopper in Pallas, with the user's mods compiled into them.
+"""Kernels for NVIDIA's Hopper in Pallas: attention with the user's mods inside, cross entropy.
 
 Read `_program` first (what of a mod runs inside), then `_forward` (the schedule), `_twins` (how the
-interpreter runs it), `_attend` (what a call becomes); then `_backward` and `_gradient`.
+interpreter runs it), `_attend` (what a call becomes); then `_backward` and `_gradient`. Of cross
+entropy: `_product`, `_logits` (how its tiles end), `_loss` (what a call becomes).
 """
 
 from xform.lowering.mosaic_gpu._attend import attend as attend

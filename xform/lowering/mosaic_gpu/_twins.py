@@ -60,6 +60,10 @@ class Hardware:
         del operands
         plgpu.wgmma_wait(in_flight)
 
+    def add_to(self, ref, buffer):
+        """Adds a tile of shared memory to global memory, which no other block touches."""
+        plgpu.copy_smem_to_gmem(buffer, ref, reduction_op="add")
+
     def vector(self, ref, dim: int):
         """A vector over rows with `dim=1`, over columns with `dim=0`, from global memory."""
         return plgpu.load(ref, layout=plgpu.Layout.WGMMA.reduce(dim), optimized=False)
@@ -205,6 +209,9 @@ class Twin:
         del in_flight
         for operand in operands:
             _read_again(operand)
+
+    def add_to(self, ref, buffer):
+        ref[...] = ref[...] + buffer[...]
 
     def vector(self, ref, dim: int):
         del dim
