@@ -136,7 +136,7 @@ def test_says_what_of_a_gradient_no_kernel_takes():
         "no kernel: the program is for cpu, not for an NVIDIA GPU"
     )
     rows = lambda s, b, h, q, k: s + jnp.zeros(8)[q]
-    _, why = which(q, q, q, score_mod=rows, gradient=True)
+    why = which(q, q, q, score_mod=rows, gradient=True).why
     assert "the gradient of an array that is read per query" in why
     wide = jnp.ones((1, 8, 4, 160), jnp.bfloat16)
     assert "registers hold 256 together" in which(wide, wide, wide, gradient=True).why
@@ -155,6 +155,6 @@ def test_forward_mode_by_name_raises():
 @pytest.mark.parametrize("mods", MODS)
 def test_every_mod_has_a_derivative_in_the_kernel(mods):
     q = jnp.ones((1, 1024, 4, 16), jnp.bfloat16)
-    _, why = which(q, q, q, gradient=True, **MODS[mods])
+    why = which(q, q, q, gradient=True, **MODS[mods]).why
     reasons = why.removeprefix("no kernel: the program is for cpu, not for an NVIDIA GPU")
     assert not reasons or "the gradient of an array that is read per" in reasons

@@ -169,7 +169,7 @@ def test_says_what_would_run_and_why():
         "blockwise", "no kernel: the program is for cpu, not for an NVIDIA GPU"
     )
     wide = jnp.ones((1, 8, 2, 16), jnp.float32)
-    _, why = which(wide, wide, wide, score_mod=lambda s, b, h, q, k: s + TABLE[0, q * k])
+    why = which(wide, wide, wide, score_mod=lambda s, b, h, q, k: s + TABLE[0, q * k]).why
     assert "q, k and v are float32" in why
     assert "in `score_mod`: a read of an array at an index that mixes query and key" in why
 

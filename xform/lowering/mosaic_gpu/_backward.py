@@ -236,7 +236,7 @@ class _Backward:
                 mma.await_turn(ticket, due)
             plgpu.barrier_wait(smem["dq_full"])
             for n in range(t.warpgroups):
-                mma.add_to(dq_ref, walk.row, (*place(own), n), smem["dq"].at[n])
+                mma.add_share(dq_ref, walk.row, (*place(own), n), smem["dq"].at[n])
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             plgpu.barrier_arrive(smem["dq_free"])
             if self.in_turns:
@@ -403,7 +403,7 @@ class _Backward:
         programs = self.call.programs
         if programs.score is None:
             return s_tile * (programs.scale * LOG2E), None
-        t_tile, slope, *numbers = self.call.run(
+        t_tile, slope, *numbers = self.call.run_all(
             programs.score, place, values, s_tile * programs.scale
         )
         return t_tile * LOG2E, slope, *numbers

@@ -299,7 +299,11 @@ class Call:
         return functools.reduce(jnp.logical_and, seen)
 
     def run(self, program: TileProgram, place: Place, values, *score):
-        """One program on one tile; a tuple if it has several results."""
+        """One program on one tile."""
+        return self.run_all(program, place, values, *score)[0]
+
+    def run_all(self, program: TileProgram, place: Place, values, *score) -> list:
+        """All results of one program on one tile."""
         earlier = self.programs.all[: self.programs.all.index(program)]
         first = sum(len(other.operands) for other in earlier)
         operands = self._taken(program, values[first : first + len(program.operands)])
@@ -313,7 +317,7 @@ class Call:
         ]
         outs = evaluate(program.jaxpr, [*score, *indices, *operands], self._join)
         tile = lambda x: jnp.full(self.shape, x, jnp.asarray(x).dtype) if jnp.ndim(x) == 0 else x
-        return tile(outs[0]) if len(outs) == 1 else tuple(map(tile, outs))
+        return list(map(tile, outs))
 
     def _taken(self, program: TileProgram, values) -> list:
         """What a program takes of its operands' values on one tile."""

@@ -106,7 +106,7 @@ class Hardware:
         order = (*range(n), n + 1, n + 4, n + 2, n, n + 3, n + 5)
         return x.transpose(order).reshape(*lead, rows, cols)
 
-    def add_to(self, ref, block, place, tile):
+    def add_share(self, ref, block, place, tile):
         """Adds a tile of shared memory at `place`, in whatever order blocks come."""
         del block
         plgpu.copy_smem_to_gmem(tile, ref.at[*place], reduction_op="add")
@@ -239,7 +239,7 @@ class Twin:
         del rows, cols
         return parcels
 
-    def add_to(self, ref, block, place, tile):
+    def add_share(self, ref, block, place, tile):
         plgpu.copy_smem_to_gmem(tile, ref.at[block, *place])
 
     def await_turn(self, ticket, turn):
