@@ -9,7 +9,7 @@ import jax.experimental.pallas as pl
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import llama
@@ -461,6 +461,8 @@ def test_masks_that_read_known_arrays_are_counted_exactly():
     assert known.exact == 2 * 4 * (128 * 129 // 2) * (D + V) * B * H
     assert cost(lambda q, k, v: f(q, k, v, ids))(*qkv(length)).attention[0][0] == known
     assert cost(jax.jit(f))(*qkv(length), ids).attention[0][0].exact == known.exact
+    placed = jax.device_put(ids, NamedSharding(mesh(), P(None, "dp")))
+    assert cost(f)(*qkv(length), placed).attention[0][0] == known
 
 
 def test_masks_that_read_unknown_arrays_give_bounds():

@@ -1,5 +1,6 @@
 """The self-check passes where things work, and fails where they do not."""
 
+import jax.numpy as jnp
 import pytest
 
 import xform.__main__ as report
@@ -26,7 +27,8 @@ def test_wrong_attention_is_noticed(monkeypatch, capsys):
     def raises():
         raise RuntimeError("no such device")
 
-    bfloat16 = report.CHECKS["attention in bfloat16"]
+    attend = lambda *args: report._attend(*args)  # which JAX has not traced before
+    bfloat16 = lambda: report._against_float64(attend, jnp.bfloat16)
     checks = {"bfloat16": bfloat16, "sum": report._summed, "device": raises}
     monkeypatch.setattr(report, "flex_attention", wrong)
     monkeypatch.setattr(report, "CHECKS", checks)

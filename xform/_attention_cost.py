@@ -20,7 +20,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.interpreters import partial_eval as pe
-from jax.tree_util import PyTreeDef
 
 from xform._amount import constant, exact
 from xform._compat import Jaxpr, Var, jaxpr_as_fun
@@ -283,7 +282,7 @@ def _classify(mask: Jaxpr | None, rows: int, cols: int, q_tile: int, kv_tile: in
 
 @functools.lru_cache(maxsize=256)
 def _compiled(
-    f: Callable, moving: tuple, axes: tuple, sizes: tuple, tree: PyTreeDef, types: tuple
+    f: Callable, moving: tuple, axes: tuple, sizes: tuple, tree, types: tuple
 ) -> Callable:
     """`f` over all heads, batches and hidden dimensions, of which known arrays have some.
 

@@ -115,7 +115,8 @@ BAD_GRADIENTS = {
         (1, 60, 60, 4, 4, 16, 16), captures=((4, 8),), mask=lambda c: causal(),
         score=lambda c: lambda s, b, h, q, k: s + c[0][h, bucket(q - k)],
     ),
-    "one token": Case((3, 1, 1, 2, 1, 16, 16)),
+    # One token, whose gradients cancel, is judged by its own bound in `test_attention.py`.
+    "two tokens": Case((3, 2, 2, 2, 1, 16, 16)),
 }  # fmt: skip
 
 COMBINATIONS = {
