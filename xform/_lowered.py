@@ -14,6 +14,7 @@ import jax
 from xform._compat import Jaxpr, JaxprEqn, Var
 from xform.lowering._tile_fn import primal
 from xform.primitives import cross_entropy, tile_sum
+from xform.primitives._choose import Device
 
 AGAIN = "computed again"
 
@@ -24,10 +25,11 @@ def lowered(eqn: JaxprEqn) -> Jaxpr | None:
     """The program that the primitive of an equation is lowered to, if it is one of these."""
     if (impl := _LOWERINGS.get(eqn.primitive.name)) is None:
         return None
-    platform = "cpu" if jax.default_backend() == "cpu" else "default"
+    # Counted in the form for any device, whatever was asked for: kernels make the same products.
+    device = Device("cpu" if jax.default_backend() == "cpu" else "any", counted=True)
     struct = lambda aval: jax.ShapeDtypeStruct(aval.shape, aval.dtype)
     avals = [struct(v.aval) for v in eqn.invars]
-    run = partial(impl, platform=platform, auto=False, **eqn.params)
+    run = partial(impl, device=device, auto=False, **eqn.params)
     program = jax.make_jaxpr(run)(*avals)
     if (fn := eqn.params.get("fn")) is None:
         return program

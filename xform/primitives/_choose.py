@@ -21,11 +21,13 @@ class Device(NamedTuple):
       platform: "cpu", "cuda", "tpu", ....
       capability: of an NVIDIA GPU, such as "9.0"; None where it is not known.
       kind: what JAX calls it, such as "NVIDIA H200"; None where it is not known.
+      counted: whether the program is only counted, in the form that any device runs.
     """
 
     platform: str
     capability: str | None = None
     kind: str | None = None
+    counted: bool = False
 
     @property
     def misfits(self) -> list[str]:
@@ -128,7 +130,7 @@ def by_kernels(
     Raises:
       NotImplementedError: if they were asked for by name and can't, with all reasons.
     """
-    if spec.implementation == "chunked":
+    if spec.implementation == "chunked" or (device and device.counted):
         return False
     from xform.lowering.mosaic_gpu import _loss
 

@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -83,7 +84,7 @@ def test_sums_and_gradients_in_the_interpreter(options, vocab_dim, sizes, dtype)
     assert not found_races()
 
     judge = chunked.forward(spec, 0, None, operands, labels, "cpu")
-    by_chunks = lambda *args: chunked.tile_sum(*args, "cpu")
+    by_chunks = partial(chunked.tile_sum, platform="cpu")
     judge_grads = backward(spec, operands, labels, judge[0], cts, by_chunks)
     with jax.enable_x64(True):
         wide = spec_of("float64", vocab_dim, **OPTIONS[options])

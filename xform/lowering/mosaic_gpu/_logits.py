@@ -134,7 +134,7 @@ def add(call: Logits, total, cts, w, first, *, interpret=None) -> jax.Array:
     """
     dim = call.spec.vocab_dim
     product = Product(
-        *cts.shape[:1], call.size, cts.shape[1], 1 - dim, call.spec.dtype, call.cut, call.mma,
+        len(cts), call.size, cts.shape[1], 1 - dim, call.spec.dtype, call.cut, call.mma,
         _Added(call), dim,
     )  # fmt: skip
     result = jax.new_ref(total)

@@ -106,6 +106,7 @@ def _gradients(fn: Transpose, structs, entries: int, interpret, labels, h, top, 
     """`gradients` of flat arrays: of those of hidden states and weights that move."""
     spec: LossSpec = fn.spec
     bias, cts = rest[: spec.biased], rest[spec.biased :]
+    assert isinstance(fn.fn, Jvp)
     moves = fn.fn.nonzero[0], fn.fn.nonzero[2]
     from xform.lowering.mosaic_gpu import _logits
 

@@ -208,7 +208,7 @@ class Product:
 
     def _load(self, x_ref, y_ref, first, smem: dict):
         cut = self.cut
-        shared = {"collective_axes": "cluster"} if cut.cluster > 1 else {}
+        shared = "cluster" if cut.cluster > 1 else None
 
         def load(n, row, tile):
             @plgpu.loop(0, self.steps)
@@ -224,7 +224,9 @@ class Product:
                     source = x_ref.at[rows, plgpu.ds(k * _SIZE, _SIZE)]
                     plgpu.copy_gmem_to_smem(source, smem["x"].at[slot, warpgroup], full)
                 part = tuple(plgpu.ds(starts[d], lengths[d]) for d in (0, 1))
-                plgpu.copy_gmem_to_smem(y_ref.at[part], smem["y"].at[slot], full, **shared)
+                plgpu.copy_gmem_to_smem(
+                    y_ref.at[part], smem["y"].at[slot], full, collective_axes=shared
+                )
 
         self._each_tile(load)
         # Every phase that ends must be seen, also the last ones.
