@@ -227,8 +227,8 @@ def steps(
     count = b * h * -(-q_len // tiles.rows) * -(-kv_len // tiles.cols)
     if context or count > _CONSTANT or any(isinstance(x, jax.Array) for x in origin):
         return build(context)
-    with jax.ensure_compile_time_eval():
-        return tuple(np.asarray(x) for x in build(()))
+    with jax.ensure_compile_time_eval():  # as one program: its operations are many and small
+        return tuple(np.asarray(x) for x in jax.jit(build)(()))
 
 
 def _by_keys(kinds, heads: int, kv_heads: int):
