@@ -7,7 +7,7 @@ cuDNN). Tiles are transposed, keys first: P' and dS' then come out of the expone
 of a product's left operand, and dV and dK need no way through shared memory.
 
     for each tile of queries:  S' = K Q'    dP' = V dO'
-                               P' = exp2(S' - lse)        dS' = P' (dP' + delta) slope
+                               P' = exp2(S' - base) norm   dS' = P' (dP' + delta) slope
                                dV += P' dO   dK += dS' Q   dQ += dS K
 
 dQ sums over all keys of the block: the warpgroups exchange dS' through shared memory, and each
@@ -52,7 +52,7 @@ _LOAD_REGISTERS = 24
 
 
 def backward(
-    call: Call, q, k, v, d_out, lse, delta, steps, operands, *,
+    call: Call, q, k, v, d_out, base, norm, delta, steps, operands, *,
     sums: int, in_turns: bool, interpret=None,
 ):  # fmt: skip
     """Runs the kernel.
@@ -62,9 +62,9 @@ def backward(
         those by `sums` numbers that belong to a key or to none.
       q, k, v: as above, bfloat16 or float16.
       d_out: the cotangent of `sum_j p_ij v_j`, `[B,T,H,V]`, of the same dtype.
-      lse: log-sum-exp of base 2, `[B,H,T]`, T rounded up to whole tiles; infinite for a row that
-        there is not.
-      delta: the cotangent of `sum_j p_ij`, `[B,H,T]`, likewise.
+      base: what exponents of 2 are relative to, `[B,H,T]`, T rounded up to whole tiles.
+      norm: the inverse of the sum of the exponentials, `[B,H,T]`, 0 for a row that there is not.
+      delta: the cotangent of `sum_j p_ij`, `[B,H,T]`.
       steps: `(order [U,W,C], count [U,W,C,2], entries [U,W,C,N], turns [U,W,C,N])`, int32: see
         `forward`, for the tiles of queries, of all heads of a group, that each block of keys walks
         along; and when it is a block's turn to add to each. Empty where all tiles are full.
@@ -104,7 +104,7 @@ def backward(
             lowering_semantics=plgpu.LoweringSemantics.Lane,
         ),
         **({"interpret": interpret} if interpret else {}),
-    )(q, k, v, d_out, lse, delta, *steps, *operands, dq, tickets)
+    )(q, k, v, d_out, base, norm, delta, *steps, *operands, dq, tickets)
     total = dq[...].sum(0) if shares else dq[...]
     total = call.mma.unpacked(total, tiles.q, half)  # [B,H,R,2,q,D/2]
     total = total.transpose(0, 2, 4, 1, 3, 5).reshape(s.batch, -1, *q.shape[2:])
@@ -142,7 +142,8 @@ class _Backward:
             "v": tiled((groups, t.kv, s.v_size), narrow),
             "q": tiled((n, t.q, s.qk_size), narrow, swizzle_of(half, narrow)),
             "do": tiled((n, t.q, s.v_size), narrow),
-            "lse": of_queries,
+            "base": of_queries,
+            "norm": of_queries,
             "delta": of_queries,
             "vectors": call.vector_buffers(n),
             # Two slots: whoever writes one knows that all have read it, two steps ago.
@@ -150,7 +151,7 @@ class _Backward:
             "dq": plgpu.SMEM((groups, *call.mma.parcel(t.q, half)), jnp.float32),
             "column": plgpu.SMEM((groups, t.kv), jnp.float32),
             "kv_full": plgpu.Barrier(num_arrivals=(groups + 1) * groups),
-            "q_full": ring(num_arrivals=2 + call.copies),
+            "q_full": ring(num_arrivals=3 + call.copies),
             "do_full": ring(num_arrivals=2),
             "q_free": ring(num_arrivals=groups),
             "do_free": ring(num_arrivals=groups),
@@ -172,7 +173,7 @@ class _Backward:
     def _body(self, refs, smem: dict):
         call = self.call
         n, m = (4 if call.sparse else 0), len(call.operands)
-        (q_ref, k_ref, v_ref, do_ref, lse_ref, delta_ref), refs = refs[:6], refs[6:]
+        (q_ref, k_ref, v_ref, do_ref, *row_refs), refs = refs[:7], refs[7:]
         steps, operands, (dq_ref, tickets_ref, *results) = refs[:n], refs[n : n + m], refs[n + m :]
         batch, head, row = (lax.axis_index(name) for name in ("batch", "head", "row"))
         walk = call.walk(batch, head, row, steps[:3])
@@ -188,7 +189,7 @@ class _Backward:
             plgpu.set_max_registers(_LOAD_REGISTERS, action="decrease")
             self._load_keys(walk, k_ref, v_ref, smem)
             load = functools.partial(
-                self._load, walk, (q_ref, lse_ref), (do_ref, delta_ref), operands, smem
+                self._load, walk, (q_ref, *row_refs[:2]), (do_ref, row_refs[2]), operands, smem
             )
             turn = functools.partial(self._turn, walk, row, steps)
             self._serve(walk, load, turn, dq_ref, tickets_ref, smem)
@@ -260,15 +261,16 @@ class _Backward:
         call = self.call
         head, q0, _ = self._at(walk, entry)
         rows = plgpu.ds(q0, call.tiles.q)
-        names = ("q", "lse"), ("do", "delta")
-        for (name, per_row), (ref, row_ref) in zip(names, (queries, cotangents), strict=True):
+        names = ("q", "base", "norm"), ("do", "delta")
+        for (name, *per_row), (ref, *row_refs) in zip(names, (queries, cotangents), strict=True):
             full = smem[f"{name}_full"].at[slot]
             free = smem[f"{name}_free"].at[slot]
             if again:
                 plgpu.barrier_wait(free)
             plgpu.copy_gmem_to_smem(ref.at[walk.batch, rows, head], smem[name].at[slot], full)
-            source = row_ref.at[walk.batch, head, rows]
-            plgpu.copy_gmem_to_smem(source, smem[per_row].at[slot], full)
+            for buffer, row_ref in zip(per_row, row_refs, strict=True):
+                source = row_ref.at[walk.batch, head, rows]
+                plgpu.copy_gmem_to_smem(source, smem[buffer].at[slot], full)
             if name == "q":
                 place = Place(q0, walk.row * call.tiles.cols)
                 call.copy_vectors(walk.b, head, place, operands, smem["vectors"], slot, full)
@@ -351,10 +353,12 @@ class _Backward:
                 plgpu.when(i > 0)(free)
                 values = call.values(held, smem["vectors"], slot, warpgroup * call.tiles.kv)
                 t_tile, slope, *numbers = self._modified(s_tile, place, values)
-                delta = lambda: over_queries(mma.column(smem["delta"].at[slot]))
-                p = jnp.exp2(t_tile - over_queries(mma.column(smem["lse"].at[slot])))
+                per_query = lambda name: over_queries(mma.column(smem[name].at[slot]))
+                p = jnp.exp2(t_tile - per_query("base")) * per_query("norm")
                 # A row whose cotangent was not finite has such a delta, and tells by it.
-                hide = lambda p: jnp.where(call.visible(place, values), p + 0 * delta(), 0.0)
+                hide = lambda p: jnp.where(
+                    call.visible(place, values), p + 0 * per_query("delta"), 0.0
+                )
                 p = self._where(partial, p, hide)
                 kept = None
                 if call.programs.dropout is not None:
@@ -364,7 +368,7 @@ class _Backward:
                     p = p * slope
                 dp = mma.read(dp_acc, 1, smem["v"].at[w])  # dV still runs
                 dp = dp if kept is None else dp * kept
-                ds = p * (dp + delta())
+                ds = p * (dp + per_query("delta"))
                 # What a weight of 0 multiplies counts for nothing, NaN included.
                 seen = lambda x: self._where(partial, x, lambda x: jnp.where(p == 0.0, 0.0, x))
                 sums = [seen(ds * x).sum(axis=1) for x in numbers]

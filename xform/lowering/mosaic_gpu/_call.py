@@ -254,6 +254,12 @@ class Call:
         start, sign = (last - offset, -1) if self.tiles.by_keys else (last + offset, 1)
         return self.mma.band(buffer, self.shape, start, sign, operand.stored)
 
+    @property
+    def factor(self) -> float:
+        """What makes the numbers of `scores` exponents of 2: without a mod, the scale waits."""
+        plain = self.programs.score is None and self.programs.scale > 0
+        return self.programs.scale * LOG2E if plain else LOG2E
+
     def scores(self, s_tile, place: Place, partial, values):
         """Modified scores, minus infinity where hidden, and what makes them exponents of 2.
 
@@ -263,11 +269,9 @@ class Call:
           partial: whether the mask is needed.
           values: the operands.
         """
-        scale, programs = self.programs.scale, self.programs
-        if programs.score is None and scale > 0:
-            factor = scale * LOG2E
-        else:
-            s_tile, factor = s_tile * scale, LOG2E
+        programs, factor = self.programs, self.factor
+        if factor == LOG2E:
+            s_tile = s_tile * programs.scale
         if programs.score is not None:
             s_tile = self.run(programs.score, place, values, s_tile)
         if not self.masked:

@@ -189,10 +189,11 @@ class _Forward:
             plgpu.barrier_arrive(smem["k_free"].at[slot])
             place = Place(q0, k0)
             s_tile, factor = call.scores(s_tile, place, i < walk.partial, values)
-            new = jnp.maximum(top, s_tile.max(axis=1) * factor)
+            # Not scaled: the backward pass gets the same exponents only from the same maximum.
+            new = jnp.maximum(top, s_tile.max(axis=1))
             # A row that has seen no key yet has no maximum; its weights are 0 relative to any.
-            base = jnp.where(new == -jnp.inf, 0.0, new)
-            keep = jnp.exp2(top - base)
+            base = jnp.where(new == -jnp.inf, 0.0, new * factor)
+            keep = jnp.exp2(top * factor - base)
             p = jnp.exp2(s_tile * factor - over_rows(base, call.shape))
             total = total * keep + p.sum(axis=1)
             if call.programs.dropout is not None:
@@ -271,7 +272,7 @@ class _Forward:
         acc = acc * over_rows(inverse, (t.q, size))
         # What sees an infinite value is NaN, however the weights fall.
         acc = jnp.where(jnp.abs(acc) < jnp.inf, acc, jnp.nan)
-        values = (top * (1 / LOG2E), total, acc.sum(axis=1))
+        values = (top * (self.call.factor / LOG2E), total, acc.sum(axis=1))
         for value, ref, buffer in zip(values, statistics, smem["statistics"], strict=True):
             buffer.at[warpgroup][...] = value
             plgpu.commit_smem()

@@ -188,11 +188,8 @@ def _gradient(
     steps = _attend.steps(
         spec, block_map, mods.context, mods_batch, heads, k.shape[2], origin, q_len, kv_len, tiles
     )
-    per_row = lambda x, fill: jnp.pad(
-        x.swapaxes(1, 2), [(0, 0), (0, 0), (0, rows - q_len)], constant_values=fill
-    )
-    lse = per_row(base(top) * LOG2E - jnp.log2(norm), jnp.inf)
-    delta = per_row(d_one, 0)
+    per_row = lambda x: jnp.pad(x.swapaxes(1, 2), [(0, 0), (0, 0), (0, rows - q_len)])
+    statistics = map(per_row, (base(top) * LOG2E, norm, d_one))
     d_out = d_sum.astype(v.dtype)
     q, k = (_attend.padded(x, _COLUMNS) for x in (q, k))
     v, d_out = (_attend.padded(x) for x in (v, d_out))
@@ -202,7 +199,7 @@ def _gradient(
         bool(steps), Twin() if interpret else Hardware(),
     )  # fmt: skip
     dq, dk, dv, columns = backward(
-        call, q, k, v, d_out, lse, delta, steps, operands,
+        call, q, k, v, d_out, *statistics, steps, operands,
         sums=len(gradient.wanted), in_turns=spec.deterministic, interpret=interpret,
     )  # fmt: skip
     dq = (dq * spec.scale)[:, :q_len, :, :size]
