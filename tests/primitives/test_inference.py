@@ -1,6 +1,7 @@
 """Decoding and paging are attention over the keys that there are, wherever they are kept."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -36,7 +37,7 @@ def problem(new=1, dtype="float32"):
     return normal(B, new, H, D, dtype=dtype), k, v
 
 
-def paged(k, v):
+def paged(k, v) -> tuple[Any, Any, Any]:
     """The same keys in pages: shuffled, among others full of NaN, whole pages of none as holes."""
     count = S // PAGE
     where = RNG.permutation(B * count + 5)[: B * count].reshape(B, count)
@@ -45,7 +46,8 @@ def paged(k, v):
         pool[where] = np.asarray(x).reshape(B, count, PAGE, *x.shape[2:])
     used = np.arange(count) * PAGE < np.asarray(LENGTHS)[:, None]
     free = np.where(np.arange(count) % 2, -1, 10**6)
-    return *map(jnp.asarray, pages), jnp.asarray(np.where(used, where, free))
+    k_pages, v_pages = map(jnp.asarray, pages)
+    return k_pages, v_pages, jnp.asarray(np.where(used, where, free))
 
 
 def expected(q, k, v, lengths=LENGTHS, score=None, mask=None, **options):
@@ -115,13 +117,13 @@ def test_bfloat16_is_as_right_as_a_plain_program(how):
     k, v = (normal(B, S, K, D, dtype="bfloat16") for _ in range(2))
     q = normal(B, 1, H, D, dtype="bfloat16")
     full = jnp.full(B, S)
-    pages = [x.reshape(-1, PAGE, K, D) for x in (k, v)]
+    k_pages, v_pages = (x.reshape(-1, PAGE, K, D) for x in (k, v))
     table = jnp.arange(B * S // PAGE).reshape(B, -1)
     found = once(
         lambda q, k, v: (
             decode_attention(q, k, v, full, splits=2)
             if how == "decode"
-            else paged_attention(q, *pages, table, full, splits=2)
+            else paged_attention(q, k_pages, v_pages, table, full, splits=2)
         ),
         q, k, v,
     )  # fmt: skip

@@ -42,7 +42,7 @@ _PAIRS = 2**18
 class _Grid(NamedTuple):
     """A mask at one batch entry and head, and how its pairs are cut into tiles."""
 
-    mask: Jaxpr
+    mask: Jaxpr | None
     captures: Sequence[Array | Interval]
     b: Array
     h: Array
@@ -124,7 +124,7 @@ def density(kinds: Int8[Array, "*dims rows cols"]) -> Float[Array, "*dims"]:
 # ---- Proofs --------------------------------------------------------------------------------------
 
 
-def _analysis(grid: _Grid, padded: tuple[int, int] | None = None) -> Callable:
+def _analysis(grid: _Grid, padded: tuple[int, ...] | None = None) -> Callable:
     """Runs the mask on intervals as far as rows and columns are apart.
 
     Returns:
@@ -296,6 +296,7 @@ def _settled(grid: _Grid, q: Array, k: Array, undecided: Array, codes: Array) ->
 
 def _seen(grid: _Grid, q: Array, k: Array) -> Array:
     """The mask at queries `[n]` and keys `[m]`, those beyond the lengths taken as the last."""
+    assert grid.mask is not None
     program = jaxpr_as_fun(grid.mask)
     point = lambda q, k: program(grid.b, grid.h, q, k, *grid.captures)[0]
     last_q, last_k = (n - 1 for n in grid.lengths)

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -38,8 +38,8 @@ _SPLITS = 128
 
 
 def merge(
-    outs: Float[Array, "N *rows V"], lses: Float[Array, N * rows]
-) -> tuple[Float[Array, "*rows V"], Float[Array, "*rows"]]:
+    outs: Float[Array, "N ... V"], lses: Float[Array, N * rows]
+) -> tuple[Float[Array, "... V"], Float[Array, ...]]:
     """Returns what attention over all keys is, from the results over N parts of them.
 
     A part in which a row has no key has an output of 0 and a log-sum-exp of minus infinity there,
@@ -94,7 +94,7 @@ def decode_attention(
     aux: Sequence[str] = (),
     splits: int | None = None,
     implementation: str | None = None,
-) -> Float[Array, "B T H V"] | tuple[Float[Array, "B T H V"], Aux]:
+) -> Any:
     """Returns attention of the newest tokens of some texts over a cache of their keys.
 
     The T queries are the last of `lengths[b]` tokens, whose keys are in the cache, their own too:
@@ -156,7 +156,7 @@ def paged_attention(
     aux: Sequence[str] = (),
     splits: int | None = None,
     implementation: str | None = None,
-) -> Float[Array, "B T H V"] | tuple[Float[Array, "B T H V"], Aux]:
+) -> Any:
     """Returns attention of the newest tokens of some texts over keys that are kept in pages.
 
     Position p of text b is entry `p % N` of page `page_table[b, p // N]`. A page number that is
