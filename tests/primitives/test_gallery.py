@@ -176,7 +176,7 @@ def test_at_most_five_lines(variant):
     assert 1 <= len(body) <= 5
 
 
-QUICK = {"documents_packed", "big_bird", "neighborhood_in_patches", "molecules", "gemma_2"}
+QUICK = {"big_bird", "gemma_2"}
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,7 @@ _SPLITS = 128
 
 
 def merge(
-    outs: Float[Array, "N ... V"], lses: Float[Array, N * rows]
+    outs: Float[Array, "N ... V"], lses: Float[Array, "N ..."]
 ) -> tuple[Float[Array, "... V"], Float[Array, ...]]:
     """Returns what attention over all keys is, from the results over N parts of them.
 
