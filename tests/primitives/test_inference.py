@@ -206,9 +206,9 @@ def test_under_vmap_and_scan(how):
 
 def test_only_parts_that_are_seen_are_read():
     q, k, v = problem(1)
-    kept = inference._Keys(lambda n: (k, v, n), 16, S, lambda b, j: True, 1)
+    kept = inference._Keys(lambda n: (k, v, n), 16, S, lambda b, j: True, 1, ())
     live = lambda lengths, mask: inference._live(
-        q.shape, kept, functools.partial(inference._seen, kept, lengths, 1, mask), 5
+        q.shape, kept, lengths, functools.partial(inference._seen, kept, lengths, 1, mask), 5
     )
     some = jnp.array([3, 35, 18])
     assert live(some, None).tolist() == [True, True, True, False, False]
@@ -292,3 +292,16 @@ def test_what_does_not_fit_is_named():
     ):  # fmt: skip
         with pytest.raises((ValueError, TypeError), match=message):
             f()
+
+
+@pytest.mark.parametrize("split", ["heads", "batch"])
+def test_inside_shard_map(split):
+    """Each device has some heads, or some texts with lengths of their own; types are checked."""
+    q, k, v = problem(2)
+    q, k, v, lengths = q[:2], jnp.nan_to_num(k[:2]), jnp.nan_to_num(v[:2]), LENGTHS[:2]
+    run = lambda q, k, v, n: decode_attention(q, k, v, n, mask_mod=causal() & sliding_window(30))
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    of = jax.P(None, None, "x") if split == "heads" else jax.P("x")
+    specs = (of, of, of, jax.P() if split == "heads" else of)
+    found = once(jax.shard_map(run, mesh=mesh, in_specs=specs, out_specs=of), q, k, v, lengths)
+    np.testing.assert_allclose(found, once(run, q, k, v, lengths), atol=1e-6)
