@@ -227,8 +227,8 @@ def which(
         return choice
     return choice._replace(
         why=f"{choice.why}; in `mask_mod`, {', '.join(lost)} can be anything, as far as the "
-        "analysis of tiles knows: those that nothing else decides are evaluated pair by pair before the call, up to "
-        f"{q.shape[1] * k.shape[1]:,} pairs for each map"
+        "analysis of tiles knows: those that nothing else decides are evaluated pair by pair "
+        f"before the call, up to {q.shape[1] * k.shape[1]:,} pairs for each map"
     )
 
 
