@@ -61,6 +61,7 @@ def main() -> None:
             compiled(mods.context).block_until_ready()
             seconds.append(time.perf_counter() - start)
         memory = compiled.memory_analysis()
+        assert memory is not None
         empty, some, full = np.bincount(kinds.ravel(), minlength=3)
         ms = f"{1e3 * min(seconds):.2f} | {1e3 * np.median(seconds):.2f}"
         sizes = (memory.temp_size_in_bytes, memory.output_size_in_bytes)

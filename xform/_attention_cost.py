@@ -15,6 +15,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -276,7 +277,7 @@ def _used(mask: Jaxpr | None) -> set[int]:
 @functools.lru_cache(maxsize=256)
 def _classify(mask: Jaxpr | None, rows: int, cols: int, q_tile: int, kv_tile: int) -> Callable:
     """The block map of one head; the same function for the same mask, so that it compiles once."""
-    lengths = dict(q_len=rows, kv_len=cols, q_tile=q_tile, kv_tile=kv_tile)
+    lengths: dict[str, Any] = dict(q_len=rows, kv_len=cols, q_tile=q_tile, kv_tile=kv_tile)
     return lambda b, h, *context: block_map(mask, context, b=b, h=h, **lengths)
 
 

@@ -3,6 +3,7 @@
 import collections
 import functools
 import sys
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -50,7 +51,7 @@ def dense(jaxpr, captures, t, s):
 def both(mask, captures, t, s, q_tile, kv_tile):
     """The map found and the true one."""
     jaxpr = trace(mask, *captures)
-    sizes = {"q_len": t, "kv_len": s, "q_tile": q_tile, "kv_tile": kv_tile}
+    sizes: dict[str, Any] = {"q_len": t, "kv_len": s, "q_tile": q_tile, "kv_tile": kv_tile}
 
     def run(*captures):
         return block_map(jaxpr, captures, b=B, h=H, **sizes), dense(jaxpr, captures, t, s)
@@ -221,7 +222,7 @@ def test_exact_where_unproven(name):
 def test_proofs_alone_are_sound_and_leave_these_undecided():
     for name in ("sin", "loop", "random", "nowhere"):
         mask, *captures = UNPROVEN[name]
-        sizes = {"q_len": 37, "kv_len": 53, "q_tile": 8, "kv_tile": 4}
+        sizes: dict[str, Any] = {"q_len": 37, "kv_len": 53, "q_tile": 8, "kv_tile": 4}
         proven = block_map(trace(mask, *captures), captures, b=B, h=H, exact=False, **sizes)
         _, truth = both(mask, captures, 37, 53, 8, 4)
         proven = np.asarray(proven)
@@ -231,7 +232,7 @@ def test_proofs_alone_are_sound_and_leave_these_undecided():
 
 def test_what_a_tile_of_unknown_arrays_may_be():
     mask = trace(lambda b, h, q, k, x: (q >= k) & (x[q] == x[k]), IDS)
-    sizes = {"q_len": 8, "kv_len": 8, "q_tile": 4, "kv_tile": 4}
+    sizes: dict[str, Any] = {"q_len": 8, "kv_len": 8, "q_tile": 4, "kv_tile": 4}
     found = block_map(mask, [unknown(IDS.shape, IDS.dtype)], b=0, h=0, **sizes)
     np.testing.assert_array_equal(found, [[PARTIAL, EMPTY], [PARTIAL, PARTIAL]])
 
@@ -302,7 +303,7 @@ def test_any_mask_is_exact(term, sizes):
 
 def documents_map(ids, b, q_len, tile):
     jaxpr = trace(lambda b, h, q, k, x: (causal() & documents(x))(b, h, q, k), ids)
-    sizes = {"q_len": q_len, "kv_len": q_len, "q_tile": tile, "kv_tile": tile}
+    sizes: dict[str, Any] = {"q_len": q_len, "kv_len": q_len, "q_tile": tile, "kv_tile": tile}
     return block_map(jaxpr, (ids,), b=b, h=0, **sizes)
 
 
@@ -366,7 +367,7 @@ def test_maps_of_one_call_may_need_different_decisions():
     steps = jnp.array([1, 5, 40])
     mask = lambda b, h, q, k, n: (q >= k) & (q - k < 21) & ((q - k) % n[h] == 0)
     jaxpr = trace(mask, steps)
-    sizes = {"q_len": 64, "kv_len": 64, "q_tile": 4, "kv_tile": 4}
+    sizes: dict[str, Any] = {"q_len": 64, "kv_len": 64, "q_tile": 4, "kv_tile": 4}
     one = lambda h: block_map(jaxpr, (steps,), b=0, h=h, **sizes)
     found = once(jax.vmap(one), jnp.arange(3))
     i = np.arange(64)
@@ -383,7 +384,7 @@ def test_memory_of_long_sequences():
     memory = one.lower(ids).compile().memory_analysis()
     assert memory.output_size_in_bytes == 2048**2
     assert memory.temp_size_in_bytes + memory.output_size_in_bytes < 10e6
-    sizes = {"q_len": 2**20, "kv_len": 2**20, "q_tile": 128, "kv_tile": 128}
+    sizes: dict[str, Any] = {"q_len": 2**20, "kv_len": 2**20, "q_tile": 128, "kv_tile": 128}
     million = jax.jit(lambda: block_map(trace(causal()).jaxpr, (), b=0, h=0, **sizes))
     memory = million.lower().compile().memory_analysis()
     assert memory.output_size_in_bytes == 8192**2
@@ -414,10 +415,9 @@ def test_fifty_masks_are_one_program():
 def test_which_names_what_defeats_the_analysis():
     x = jnp.ones((1, 30, 2, 8))
     noise = lambda b, h, q, k: (jnp.sin(q * 0.1) > 0.5) & (jax.lax.erf_inv(k * 0.01) < 0.3)
-    text = which(x, x, x, mask_mod=causal() & noise).mask
+    text = which(x, x, x, mask_mod=causal() & noise).why
     for name in ("sin", "erf_inv"):
         assert f"`{name}` (at {__file__}" in text
     assert "up to 900 pairs" in text
     known = causal() & documents(jnp.arange(30) // 7) & dilated(3)
-    assert which(x, x, x, mask_mod=known).mask == ""
-    assert which(x, x, x).mask == ""
+    assert which(x, x, x, mask_mod=known).why == which(x, x, x).why

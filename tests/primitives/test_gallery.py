@@ -3,9 +3,7 @@
 Each is judged by the list of visible pairs (`cases.py`), values and gradients.
 """
 
-import ast
 import inspect
-import textwrap
 
 import jax
 import jax.numpy as jnp
@@ -166,19 +164,19 @@ def decoding():
 
 
 def paging():
-    pages = [x.reshape(B * T // 4, 4, H, D) for x in (k, v)]
+    k_pages, v_pages = (x.reshape(B * T // 4, 4, H, D) for x in (k, v))
     table, mask, n = jnp.arange(B * T // 4).reshape(B, -1), causal() & sliding_window(9), 21
-    return paged_attention(q[:, n, None], *pages, table, jnp.full(B, n + 1), mask_mod=mask)
+    return paged_attention(q[:, n, None], k_pages, v_pages, table, n + 1, mask_mod=mask)
 
 
 @pytest.mark.parametrize("variant", [*MODS, decoding, paging], ids=lambda f: f.__name__)
 def test_at_most_five_lines(variant):
-    (function,) = ast.parse(textwrap.dedent(inspect.getsource(variant))).body
-    assert isinstance(function, ast.FunctionDef)
-    assert function.end_lineno - function.lineno <= 5
+    head, *body = inspect.getsource(variant).splitlines()
+    assert head.startswith("def ")
+    assert 1 <= len(body) <= 5
 
 
-QUICK = {"documents_packed", "big_bird", "neighborhood_in_patches", "molecules", "gemma_2"}
+QUICK = {"big_bird", "gemma_2"}
 
 
 @pytest.mark.parametrize(

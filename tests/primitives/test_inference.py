@@ -1,6 +1,7 @@
 """Decoding and paging are attention over the keys that there are, wherever they are kept."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -36,7 +37,7 @@ def problem(new=1, dtype="float32"):
     return normal(B, new, H, D, dtype=dtype), k, v
 
 
-def paged(k, v):
+def paged(k, v) -> tuple[Any, Any, Any]:
     """The same keys in pages: shuffled, among others full of NaN, whole pages of none as holes."""
     count = S // PAGE
     where = RNG.permutation(B * count + 5)[: B * count].reshape(B, count)
@@ -45,7 +46,8 @@ def paged(k, v):
         pool[where] = np.asarray(x).reshape(B, count, PAGE, *x.shape[2:])
     used = np.arange(count) * PAGE < np.asarray(LENGTHS)[:, None]
     free = np.where(np.arange(count) % 2, -1, 10**6)
-    return *map(jnp.asarray, pages), jnp.asarray(np.where(used, where, free))
+    k_pages, v_pages = map(jnp.asarray, pages)
+    return k_pages, v_pages, jnp.asarray(np.where(used, where, free))
 
 
 def expected(q, k, v, lengths=LENGTHS, score=None, mask=None, **options):
@@ -115,13 +117,13 @@ def test_bfloat16_is_as_right_as_a_plain_program(how):
     k, v = (normal(B, S, K, D, dtype="bfloat16") for _ in range(2))
     q = normal(B, 1, H, D, dtype="bfloat16")
     full = jnp.full(B, S)
-    pages = [x.reshape(-1, PAGE, K, D) for x in (k, v)]
+    k_pages, v_pages = (x.reshape(-1, PAGE, K, D) for x in (k, v))
     table = jnp.arange(B * S // PAGE).reshape(B, -1)
     found = once(
         lambda q, k, v: (
             decode_attention(q, k, v, full, splits=2)
             if how == "decode"
-            else paged_attention(q, *pages, table, full, splits=2)
+            else paged_attention(q, k_pages, v_pages, table, full, splits=2)
         ),
         q, k, v,
     )  # fmt: skip
@@ -204,9 +206,9 @@ def test_under_vmap_and_scan(how):
 
 def test_only_parts_that_are_seen_are_read():
     q, k, v = problem(1)
-    kept = inference._Keys(lambda n: (k, v, n), 16, S, lambda b, j: True, 1)
+    kept = inference._Keys(lambda n: (k, v, n), 16, S, lambda b, j: True, 1, ())
     live = lambda lengths, mask: inference._live(
-        q.shape, kept, functools.partial(inference._seen, kept, lengths, 1, mask), 5
+        q.shape, kept, lengths, functools.partial(inference._seen, kept, lengths, 1, mask), 5
     )
     some = jnp.array([3, 35, 18])
     assert live(some, None).tolist() == [True, True, True, False, False]
@@ -290,3 +292,16 @@ def test_what_does_not_fit_is_named():
     ):  # fmt: skip
         with pytest.raises((ValueError, TypeError), match=message):
             f()
+
+
+@pytest.mark.parametrize("split", ["heads", "batch"])
+def test_inside_shard_map(split):
+    """Each device has some heads, or some texts with lengths of their own; types are checked."""
+    q, k, v = problem(2)
+    q, k, v, lengths = q[:2], jnp.nan_to_num(k[:2]), jnp.nan_to_num(v[:2]), LENGTHS[:2]
+    run = lambda q, k, v, n: decode_attention(q, k, v, n, mask_mod=causal() & sliding_window(30))
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    of = jax.P(None, None, "x") if split == "heads" else jax.P("x")
+    specs = (of, of, of, jax.P() if split == "heads" else of)
+    found = once(jax.shard_map(run, mesh=mesh, in_specs=specs, out_specs=of), q, k, v, lengths)
+    np.testing.assert_allclose(found, once(run, q, k, v, lengths), atol=1e-6)

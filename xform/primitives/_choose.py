@@ -45,12 +45,10 @@ class Choice(NamedTuple):
     Attributes:
       name: "blockwise", "mosaic_gpu" or "reference".
       why: one line.
-      mask: what of the mask is beyond the analysis of tiles, and what that costs; empty if nothing.
     """
 
     name: str
     why: str
-    mask: str = ""
 
 
 def choose(

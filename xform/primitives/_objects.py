@@ -235,7 +235,7 @@ def _of_slice(dim: str, x) -> _steps | _listed:
     return steps
 
 
-@dataclass(eq=False, repr=False)
+@variant
 class Moved(Mod):
     """What `shift` and `slice` make: another mod at other places."""
 

@@ -207,8 +207,8 @@ def which(
       aux, **options: as for `flex_attention`.
 
     Returns:
-      `(name, why, mask)`, on the device where such arrays are put by default. `mask` names the
-      operations of the mask that tell the analysis of tiles nothing.
+      `(name, why)`, on the device where such arrays are put by default. If the mask has operations
+      that tell the analysis of tiles nothing, `why` names them and the cost.
 
     Raises:
       NotImplementedError: if what was asked for by name can't run, with all reasons.
@@ -217,7 +217,7 @@ def which(
     >>> from xform import which
     >>> q, k, v = jnp.ones((3, 1, 64, 4, 16))
     >>> which(q, k, v, implementation="blockwise")
-    Choice(name='blockwise', why='asked for by name', mask='')
+    Choice(name='blockwise', why='asked for by name')
     """
     scale = options.get("scale")
     spec, captures, _ = _traced(
@@ -238,9 +238,9 @@ def which(
     if not lost:
         return choice
     return choice._replace(
-        mask=f"{', '.join(lost)} can be anything, as far as the analysis of tiles knows: those "
-        "that nothing else decides are evaluated pair by pair before the call, up to "
-        f"{q.shape[1] * k.shape[1]:,} pairs for each map"
+        why=f"{choice.why}; in `mask_mod`, {', '.join(lost)} can be anything, as far as the "
+        "analysis of tiles knows: those that nothing else decides are evaluated pair by pair "
+        f"before the call, up to {q.shape[1] * k.shape[1]:,} pairs for each map"
     )
 
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,10 +24,12 @@ from jax import Array, lax
 from jax.typing import ArrayLike
 from jaxtyping import Float, Int
 
+from xform._compat import varying_axes
 from xform.lowering._tile_fn import base, log_sum
 from xform.lowering.blockwise import inverse
 from xform.primitives._mods import take_apart
 from xform.primitives._objects import Shape
+from xform.primitives._rules import join_axes
 from xform.primitives.attention import Aux, _attend, _check, _check_mods, _with_sinks
 from xform.primitives.block_map import EMPTY, block_map
 
@@ -38,8 +40,8 @@ _SPLITS = 128
 
 
 def merge(
-    outs: Float[Array, "N *rows V"], lses: Float[Array, N * rows]
-) -> tuple[Float[Array, "*rows V"], Float[Array, "*rows"]]:
+    outs: Float[Array, "N ... V"], lses: Float[Array, "N ..."]
+) -> tuple[Float[Array, "... V"], Float[Array, ...]]:
     """Returns what attention over all keys is, from the results over N parts of them.
 
     A part in which a row has no key has an output of 0 and a log-sum-exp of minus infinity there,
@@ -72,6 +74,7 @@ class _Keys(NamedTuple):
       length: positions that there are.
       exists: `exists(b, position)`: whether a key is kept there.
       splits: into how many pieces each part is cut.
+      arrays: what all this reads.
     """
 
     load: Callable
@@ -79,6 +82,7 @@ class _Keys(NamedTuple):
     length: int
     exists: Callable
     splits: int
+    arrays: Sequence
 
 
 def decode_attention(
@@ -94,7 +98,7 @@ def decode_attention(
     aux: Sequence[str] = (),
     splits: int | None = None,
     implementation: str | None = None,
-) -> Float[Array, "B T H V"] | tuple[Float[Array, "B T H V"], Aux]:
+) -> Any:
     """Returns attention of the newest tokens of some texts over a cache of their keys.
 
     The T queries are the last of `lengths[b]` tokens, whose keys are in the cache, their own too:
@@ -135,7 +139,7 @@ def decode_attention(
         start = jnp.minimum(n * part, room - part)
         return *(lax.dynamic_slice_in_dim(x, start, part, 1) for x in (k, v)), start
 
-    kept = _Keys(load, part, room, lambda b, position: True, splits)
+    kept = _Keys(load, part, room, lambda b, position: True, splits, (k, v))
     options = {"scale": scale, "sinks": sinks, "aux": aux, "implementation": implementation}
     return _over_parts(
         "decode_attention", q, kept, v.shape[-1], lengths, score_mod, mask_mod, options
@@ -156,7 +160,7 @@ def paged_attention(
     aux: Sequence[str] = (),
     splits: int | None = None,
     implementation: str | None = None,
-) -> Float[Array, "B T H V"] | tuple[Float[Array, "B T H V"], Aux]:
+) -> Any:
     """Returns attention of the newest tokens of some texts over keys that are kept in pages.
 
     Position p of text b is entry `p % N` of page `page_table[b, p // N]`. A page number that is
@@ -213,7 +217,8 @@ def paged_attention(
         page = table[b, position // size]
         return (page >= 0) & (page < pages)
 
-    kept = _Keys(load, count * size, room * size, exists, splits)
+    arrays = (k_pages, v_pages, page_table)
+    kept = _Keys(load, count * size, room * size, exists, splits, arrays)
     options = {"scale": scale, "sinks": sinks, "aux": aux, "implementation": implementation}
     return _over_parts(
         "paged_attention", q, kept, v_pages.shape[-1], lengths, score_mod, mask_mod, options
@@ -253,7 +258,7 @@ def _over_parts(
     if count <= 1 or q.size == 0:
         out, lse = attend(0)
     else:
-        live = _live(q.shape, kept, seen, count)
+        live = _live(q.shape, kept, lengths, seen, count)
 
         def step(so_far, n):
             both = lambda so_far: zip(so_far, attend(n), strict=True)
@@ -261,6 +266,7 @@ def _over_parts(
             return lax.cond(live[n], more, lambda so_far: so_far, so_far), None
 
         nothing = jnp.zeros((*rows, v_size), wide), jnp.full(rows, -jnp.inf, wide)
+        nothing = tuple(join_axes((*nothing, q, lengths, *kept.arrays))[:2])
         # The backward pass loads each part again: to keep them would be a copy of all the keys.
         step = jax.checkpoint(step, prevent_cse=False)
         (out, lse), _ = lax.scan(step, nothing, jnp.arange(count, dtype=jnp.int32))
@@ -292,7 +298,7 @@ def _part(q, kept: _Keys, lengths, score_mod, seen, options: dict, n):
     splits, (batch, new, *_) = kept.splits, q.shape
     k, v, start = kept.load(n)
     k, v = (x.reshape(batch * splits, -1, *x.shape[2:]) for x in (k, v))
-    own = k.shape[1]
+    own, first = k.shape[1], n * kept.part
 
     def at(b, j):
         """The text and the position of key `j` of entry `b`."""
@@ -300,7 +306,7 @@ def _part(q, kept: _Keys, lengths, score_mod, seen, options: dict, n):
 
     def mask(b, h, i, j):
         b, position = at(b, j)
-        return (position >= n * kept.part) & seen(b, h, i, position)
+        return (position >= first) & seen(b, h, i, position)
 
     def score(s, b, h, i, j):
         b, position = at(b, j)
@@ -319,10 +325,13 @@ def _part(q, kept: _Keys, lengths, score_mod, seen, options: dict, n):
     return merge(apart(out), apart(lse))
 
 
-def _live(shape: Sequence[int], kept: _Keys, seen, count: int):
+def _live(shape: Sequence[int], kept: _Keys, lengths, seen, count: int):
     """Which parts some query of some text and head sees something of, `[count]`."""
     batch, new, heads, _ = shape
     mods = take_apart(None, seen, jnp.float32)
+    if any(map(varying_axes, mods.context)):
+        # The map knows nothing of what varies inside a `shard_map`: there, lengths alone decide.
+        return jnp.arange(count) * kept.part < jnp.max(lengths, initial=0)
     kinds = lambda b, h: block_map(
         mods.mask, mods.context, b=b, h=h,
         q_len=new, kv_len=kept.length, q_tile=new, kv_tile=kept.part,

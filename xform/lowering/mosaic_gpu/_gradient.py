@@ -189,6 +189,8 @@ def _gradient(
         spec, block_map, mods.context, mods_batch, heads, k.shape[2], origin, q_len, kv_len, tiles
     )
     per_row = lambda x: jnp.pad(x.swapaxes(1, 2), [(0, 0), (0, 0), (0, rows - q_len)])
+    if spec.score is not None:
+        norm = norm * jnp.exp2(-_attend.residue(top))
     statistics = map(per_row, (base(top) * LOG2E, norm, d_one))
     d_out = d_sum.astype(v.dtype)
     q, k = (_attend.padded(x, _COLUMNS) for x in (q, k))

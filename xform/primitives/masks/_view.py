@@ -209,7 +209,7 @@ def show(
     if wrong := mask.misfits(Shape(None, None, queries, keys)):
         raise ValueError(f"show: {'; '.join(wrong)}.")
     q_tile, kv_tile = tile if isinstance(tile, tuple) else (tile, tile)
-    sizes = {"q_len": queries, "kv_len": keys, "q_tile": q_tile, "kv_tile": kv_tile}
+    sizes: dict[str, Any] = dict(q_len=queries, kv_len=keys, q_tile=q_tile, kv_tile=kv_tile)
     mods = take_apart(None, mask, jnp.float32)
     kinds = jax.jit(lambda context: block_map(mods.mask, context, b=b, h=h, **sizes))(mods.context)
     kinds = np.asarray(kinds)
