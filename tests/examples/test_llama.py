@@ -140,6 +140,7 @@ def test_a_text_that_is_extended_has_the_logits_of_the_whole():
     whole = once(partial(llama.logits, config=SMALL), params, tokens, np.zeros_like(tokens))
     extend = jax.jit(llama.extend, static_argnames="config", compiler_options=UNOPTIMISED)
     cache = llama.empty_cache(SMALL, 2, T + 7)
+    assert isinstance(cache, llama.Cache)
     cache = cache._replace(v_LBSKD=cache.v_LBSKD + 100.0)  # whatever it was
     found = []
     for part in np.split(tokens, [298, 299], axis=1):

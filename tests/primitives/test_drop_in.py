@@ -44,7 +44,7 @@ def dense(keep, change=lambda s: s):
         ({"softcap": 2.0, "scale": 1.0},
          lambda: dense(True, lambda s: 2 * jnp.tanh(s * D**0.5 / 2))),
     ],
-    ids=str,
+    ids=lambda x: "-".join(x) or "plain" if isinstance(x, dict) else "",
 )  # fmt: skip
 def test_flash_attention(options, true):
     with jax.numpy_rank_promotion("allow"):

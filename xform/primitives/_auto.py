@@ -38,7 +38,7 @@ def register(primitive: Primitive, structs: Callable, impl: Callable) -> None:
     def rule(ctx, *args, platform="default", **params):
         # What `shard_map` and one device have not.
         devices = getattr(ctx.module_context.axis_context, "device_assignment", None)
-        device = Device(platform, *(cuda_device(ctx) if platform == "cuda" else ()))
+        device = Device(platform, *(cuda_device(ctx) if platform == "cuda" else (None, None)))
         lower = partial(impl, device=device, auto=len(devices or ()) > 1)
         strip = lambda avals: [ShapedArray(a.shape, a.dtype) for a in avals]
         ctx = ctx.replace(avals_in=strip(ctx.avals_in), avals_out=strip(ctx.avals_out))

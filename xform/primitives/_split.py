@@ -264,7 +264,7 @@ def splittable(primitive: Primitive, layouts: Callable, impl: Callable) -> None:
 
     def rule(ctx, *args, platform=None, **params):
         platform = platform or "/".join(ctx.module_context.platforms)
-        device = Device(platform, *(cuda_device(ctx) if platform == "cuda" else ()))
+        device = Device(platform, *(cuda_device(ctx) if platform == "cuda" else (None, None)))
         operands, on = ctx.avals_in, ctx.module_context.axis_context
         mesh, layout = operands[0].sharding.mesh, layouts(*operands, **params)
         local = partial(impl, device=device, **params)

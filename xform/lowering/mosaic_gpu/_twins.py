@@ -90,7 +90,7 @@ class Hardware:
     def pack(self, buffer, tile):
         """Stores such a tile in shared memory: of each thread 16 bytes at a time, no bank twice."""
 
-        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.Layout.WGMMA))
+        @_effect(plgpu.RefType(), plgpu.Layout.WGMMA)
         def store(ctx, ref, tile):
             del ctx
             store_by_thread(ref, tile)
@@ -114,7 +114,7 @@ class Hardware:
     def await_turn(self, ticket, turn):
         """Waits until a counter in memory has reached `turn`."""
 
-        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.Layout.WG_SPLAT))
+        @_effect(plgpu.RefType(), plgpu.Layout.WG_SPLAT)
         def wait(ctx, ref, turn):
             del ctx
             await_count(ref, turn.registers.item())
@@ -124,7 +124,7 @@ class Hardware:
     def pass_turn(self, ticket):
         """Adds one to a counter, once everything that this thread has waited for is in memory."""
 
-        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
+        @_effect(plgpu.RefType())
         def add(ctx, ref):
             del ctx
             count_up(ref)
@@ -173,6 +173,11 @@ class Hardware:
             return index_tile(start.registers.item(), shape, dim, floating=floating)
 
         return tile(start)
+
+
+def _effect(*arguments) -> Callable[[Callable], Callable]:
+    """Marks a function of Mosaic's context and these arguments that returns nothing."""
+    return plgpu.inline_mgpu(arg_types=arguments)
 
 
 def _inline(shape, dtype, *arguments) -> Callable[[Callable], Callable]:
@@ -272,8 +277,9 @@ class Twin:
 
 
 def _product(x, y, *dims: int):
-    contracted = tuple((d,) for d in dims)
-    return lax.dot_general(x, y, (contracted, ((), ())), preferred_element_type=jnp.float32)
+    first, second = dims
+    contracted = ((first,), (second,)), ((), ())
+    return lax.dot_general(x, y, contracted, preferred_element_type=jnp.float32)
 
 
 def filled(tile, lookup: Lookup, indices: list):
