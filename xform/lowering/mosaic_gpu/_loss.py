@@ -39,12 +39,16 @@ def misfits(spec: LossSpec, weight_shape: Sequence[int], tokens: int) -> list[st
     size, entries = weight_shape[-2:] if spec.vocab_dim else weight_shape[:-3:-1]
     if spec.dtype not in _DTYPES:
         wrong.append(f"`hidden` is {spec.dtype}; the tensor cores take bfloat16 and float16")
-    if size % 8 or not size:
-        wrong.append(f"{size} numbers per token; bulk copies need a multiple of 8")
-    if spec.vocab_dim and entries % 8:
-        wrong.append(
-            f"a vocabulary of {entries}; bulk copies of [D, V] need a multiple of 8 ([V, D] not)"
-        )
+    # Bulk copies take tiles of 8 rows of 64 numbers.
+    for name, count, tile in (
+        ("tokens", tokens, 8),
+        ("numbers per token", size, 64),
+        ("entries of the vocabulary", entries, 64 if spec.vocab_dim else 8),
+    ):
+        if count % tile:
+            wrong.append(f"{count} {name}; bulk copies need a multiple of {tile}")
+    if not size:
+        wrong.append("no numbers per token: nothing to compute")
     if not entries or not tokens:
         wrong.append(f"{tokens} tokens and a vocabulary of {entries}: nothing to compute")
     return wrong
