@@ -81,7 +81,7 @@ def tokamax(implementation: str) -> Callable:
 
 PEERS: dict[str, Callable[[], Callable]] = {
     "xform": lambda: xform,
-    "xform, chunked": lambda: partial(xform, implementation="chunked"),
+    "xform, kernels": lambda: partial(xform, implementation="mosaic_gpu"),
     "dense, bf16 logits": lambda: partial(dense, logits=jnp.bfloat16),
     "dense, f32 logits": lambda: partial(dense, logits=jnp.float32),
     "tokamax chunked_xla": partial(tokamax, "chunked_xla"),

@@ -5,17 +5,11 @@ from typing import TYPE_CHECKING, Any
 
 from xform import jaxpr as jaxpr
 from xform import primitives as primitives
-from xform import sharding as sharding
 from xform.primitives import masks as masks
 from xform.primitives import scores as scores
 from xform.primitives.attention import Aux as Aux
 from xform.primitives.attention import flex_attention as flex_attention
 from xform.primitives.attention import which as which
-from xform.primitives.cross_entropy import linear_cross_entropy as linear_cross_entropy
-from xform.primitives.drop_in import dot_product_attention as dot_product_attention
-from xform.primitives.drop_in import flash_attention as flash_attention
-from xform.primitives.inference import decode_attention as decode_attention
-from xform.primitives.inference import paged_attention as paged_attention
 from xform.primitives.masks import Mask as Mask
 from xform.primitives.masks import causal as causal
 from xform.primitives.masks import documents as documents
@@ -23,6 +17,7 @@ from xform.primitives.masks import prefix as prefix
 from xform.primitives.masks import sliding_window as sliding_window
 
 if TYPE_CHECKING:
+    from xform import sharding as sharding
     from xform._cost import cost as cost
     from xform._cost_rules import Work as Work
     from xform._cost_rules import cost_rule as cost_rule
@@ -38,9 +33,14 @@ if TYPE_CHECKING:
     from xform._roofline import hfu as hfu
     from xform._roofline import mfu as mfu
     from xform._roofline import roofline as roofline
+    from xform.primitives.cross_entropy import linear_cross_entropy as linear_cross_entropy
+    from xform.primitives.drop_in import dot_product_attention as dot_product_attention
+    from xform.primitives.drop_in import flash_attention as flash_attention
+    from xform.primitives.inference import decode_attention as decode_attention
+    from xform.primitives.inference import paged_attention as paged_attention
 
-# Reports on programs are loaded when they are first asked for, so that `import xform` stays light.
-_REPORTS = {
+# Loaded when they are first asked for, so that `import xform` stays light.
+_LATER = {
     "_cost": ("cost",),
     "_cost_rules": ("Work", "cost_rule"),
     "_costs": ("Cost", "Costs"),
@@ -48,11 +48,16 @@ _REPORTS = {
     "_explain": ("Report", "explain", "no_host_gap"),
     "_memory": ("Memory", "memory"),
     "_roofline": ("hfu", "mfu", "roofline"),
+    "primitives.cross_entropy": ("linear_cross_entropy",),
+    "primitives.drop_in": ("dot_product_attention", "flash_attention"),
+    "primitives.inference": ("decode_attention", "paged_attention"),
 }
-_MODULES = {name: module for module, names in _REPORTS.items() for name in names}
+_MODULES = {name: module for module, names in _LATER.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:
+    if name == "sharding":
+        return import_module("xform.sharding")
     if name not in _MODULES:
         raise AttributeError(f"module `xform` has no attribute `{name}`")
     value = getattr(import_module(f"xform.{_MODULES[name]}"), name)
@@ -61,4 +66,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_MODULES})
+    return sorted({*globals(), *_MODULES, "sharding"})
