@@ -16,7 +16,8 @@ compute never wait for memory.
 
 Two orders of addition. Free: whoever comes first. In turns: the blocks of one head add to a tile of
 queries in the order in which they were launched, so that a second run gives the same bits. A block
-waits only for blocks that were launched before it, hence somebody always can go on; and as all of
+waits only for blocks of a lower index in the grid, which GPUs start first (CUDA documents no order,
+and none is known to differ), hence somebody always can go on; and as all of
 them walk in the same direction, each a little behind the one before, they rarely wait.
 
 Shapes: q, dO `[B,T,H,*]`, k, v `[B,S,K,*]`. D is a multiple of 32, V of 16, and `D + V` at most
@@ -40,6 +41,7 @@ from xform.lowering.mosaic_gpu._call import (
     Place,
     Walk,
     int32,
+    launch,
     lead,
     row_layout,
     swizzle_of,
@@ -81,32 +83,19 @@ def backward(
     blocks = s.cols(tiles)
     column = jax.ShapeDtypeStruct((s.batch, s.kv_heads, blocks * tiles.cols), jnp.float32)
     shares = call.mma.shares(blocks)
-    half = s.qk_size // tiles.warpgroups
+    body = _Backward(call, sums, in_turns)
     parts = (s.batch, s.heads, s.rows(tiles), tiles.warpgroups)
-    dq = jax.new_ref(jnp.zeros((*shares, *parts, *call.mma.parcel(tiles.q, half)), jnp.float32))
+    parcel = call.mma.parcel(tiles.q, body.half)
+    dq = jax.new_ref(jnp.zeros((*shares, *parts, *parcel), jnp.float32))
     tickets = jax.new_ref(jnp.zeros(parts[:3], jnp.int32))
-    like = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)
-    dk, dv, *columns = plgpu.kernel(
-        _Backward(call, sums, in_turns).entry,
-        out_type=(like(k), like(v), *[column] * sums),
-        **call.grid(
-            s.kv_heads,
-            blocks,
-            together=not call.sparse if in_turns else call.cached(s.heads, s.q_len),
-        ),
-        num_threads=tiles.warpgroups + 1,
-        thread_name="warpgroup",
-        kernel_name="flex_attention_backward",
-        compiler_params=plgpu.CompilerParams(
-            approx_math=True,
-            # No shared memory is both read and written by ordinary accesses of one warpgroup.
-            unsafe_no_auto_barriers=True,
-            lowering_semantics=plgpu.LoweringSemantics.Lane,
-        ),
-        **({"interpret": interpret} if interpret else {}),
-    )(q, k, v, d_out, base, norm, delta, *steps, *operands, dq, tickets)
+    together = not call.sparse if in_turns else call.cached(s.heads, s.q_len)
+    grid = call.grid(s.kv_heads, blocks, together=together)
+    out = (*(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (k, v)), *[column] * sums)
+    run = launch(body.entry, "flex_attention_backward", tiles.warpgroups, out, grid, interpret)
+    arrays = (q, k, v, d_out, base, norm, delta, *steps, *operands)
+    dk, dv, *columns = run(*arrays, dq, tickets)
     total = dq[...].sum(0) if shares else dq[...]
-    total = call.mma.unpacked(total, tiles.q, half)  # [B,H,R,2,q,D/2]
+    total = call.mma.unpacked(total, tiles.q, body.half)  # [B,H,R,2,q,D/2]
     total = total.transpose(0, 2, 4, 1, 3, 5).reshape(s.batch, -1, *q.shape[2:])
     return total[:, : q.shape[1]], dk, dv, columns
 
@@ -430,7 +419,7 @@ class _Backward:
             for part in range(t.warpgroups):
                 mma.tv(dq_acc, smem["ds"].at[ds_slot, part], smem["k"].at[w, part])
             mma.pv(dk_acc, ds, q_tile)
-            mma.wait(smem["do"].at[slot], 3)  # dV is done
+            mma.wait(smem["do"].at[slot], in_flight=3)  # dV is done
             plgpu.barrier_arrive(smem["do_free"].at[slot])
             return mma.read(dq_acc, 1, smem["ds"].at[ds_slot])  # dK still runs
 
@@ -442,7 +431,7 @@ class _Backward:
 
     def _free_queries(self, slot, in_flight: int, smem: dict):
         """Gives the queries of a slot back, when dK is done."""
-        self.call.mma.wait(smem["q"].at[slot], in_flight)
+        self.call.mma.wait(smem["q"].at[slot], in_flight=in_flight)
         plgpu.barrier_arrive(smem["q_free"].at[slot])
 
     def _finish(self, walk: Walk, warpgroup, k0, dk, dv, sums, results, smem: dict):

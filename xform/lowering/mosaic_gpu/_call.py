@@ -359,6 +359,34 @@ class Call:
         ]
 
 
+def launch(body: Callable, name: str, warpgroups: int, out_type: tuple, grid: dict, interpret):
+    """A kernel in which some warpgroups compute, and one more loads.
+
+    Args:
+      body: of the kernel.
+      name: of the kernel.
+      warpgroups: how many compute.
+      out_type: shapes and dtypes of the results.
+      grid: the arguments of `plgpu.kernel` that say how many blocks there are.
+      interpret: parameters of the interpreter, or None.
+    """
+    return plgpu.kernel(
+        body,
+        out_type=out_type,
+        **grid,
+        num_threads=warpgroups + 1,
+        thread_name="warpgroup",
+        kernel_name=name,
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True,
+            # No shared memory is both read and written by ordinary accesses of one warpgroup.
+            unsafe_no_auto_barriers=True,
+            lowering_semantics=plgpu.LoweringSemantics.Lane,
+        ),
+        **({"interpret": interpret} if interpret else {}),
+    )
+
+
 def int32(x: int):
     return jnp.int32(x)
 

@@ -38,6 +38,7 @@ from xform.lowering.mosaic_gpu._call import (
     Place,
     Walk,
     int32,
+    launch,
     over_rows,
     row_layout,
     swizzle_of,
@@ -67,21 +68,10 @@ def forward(call: Call, q, k, v, steps, operands, *, interpret=None):
     """
     s, tiles = call.sizes, call.tiles
     statistic = jax.ShapeDtypeStruct((s.batch, s.heads, s.rows(tiles) * tiles.rows), jnp.float32)
-    run = plgpu.kernel(
-        _Forward(call).entry,
-        out_type=(jax.ShapeDtypeStruct((*q.shape[:3], s.v_size), call.out), *[statistic] * 3),
-        **call.grid(s.heads, s.rows(tiles), together=call.cached(s.kv_heads, s.kv_len)),
-        num_threads=tiles.warpgroups + 1,
-        thread_name="warpgroup",
-        kernel_name="flex_attention",
-        compiler_params=plgpu.CompilerParams(
-            approx_math=True,
-            # No shared memory is both read and written by ordinary accesses of one warpgroup.
-            unsafe_no_auto_barriers=True,
-            lowering_semantics=plgpu.LoweringSemantics.Lane,
-        ),
-        **({"interpret": interpret} if interpret else {}),
-    )
+    out = (jax.ShapeDtypeStruct((*q.shape[:3], s.v_size), call.out), *[statistic] * 3)
+    grid = call.grid(s.heads, s.rows(tiles), together=call.cached(s.kv_heads, s.kv_len))
+    body = _Forward(call).entry
+    run = launch(body, "flex_attention", tiles.warpgroups, out, grid, interpret)
     return run(q, k, v, *steps, *operands)
 
 

@@ -4,7 +4,8 @@
 relative to it, and the label's. `cotangents` leaves those of the products `h . w`, for some entries
 of the vocabulary, and `add` adds what these and the weights give hidden states.
 
-Shapes: h `[T,D]`, w `[D,V]` or `[V,D]`; D, and V where it is last, are multiples of 8.
+Shapes: h `[T,D]`, w `[D,V]` or `[V,D]`; D, and V where it is last, are multiples of
+64, all others of 8 (`_loss.misfits`).
 """
 
 from __future__ import annotations

@@ -6,8 +6,9 @@ each loads half of them, for both. Blocks stay, and walk tiles so that those whi
 share rows and columns, `together` groups of rows side by side down each column: what one loads is
 in the cache for the others.
 
-Shapes: x `[M,K]`, y `[K,N]` or `[N,K]`; rows of both are multiples of 16 bytes, as bulk copies
-need. What sticks out of the arrays reads as 0.
+Shapes: x `[M,K]`, y `[K,N]` or `[N,K]`; on a device the last dimension of both is a multiple of 64
+and the one before of 8, as bulk copies of tiles need (the interpreter is content with 16 bytes).
+What sticks out of the arrays reads as 0.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from xform.lowering.mosaic_gpu import _plgpu as plgpu
-from xform.lowering.mosaic_gpu._call import int32, tiled
+from xform.lowering.mosaic_gpu._call import int32, launch, tiled
 from xform.lowering.mosaic_gpu._twins import Hardware, Twin
 
 WARPGROUPS, ROWS = 2, 64
@@ -125,24 +126,11 @@ class Product:
     def __call__(self, out: list, x, y, first, *arrays, interpret=None) -> list:
         """Runs the kernel; `first` is int32 `[1]`, and `arrays` are for `end`."""
         cut = self.cut
-        run = plgpu.kernel(
-            self._entry,
-            out_type=tuple(out),
-            grid=(cut.blocks // cut.cluster,),
-            grid_names=("group",),
-            cluster=(cut.cluster,),
-            cluster_names=("cluster",),
-            num_threads=WARPGROUPS + 1,
-            thread_name="warpgroup",
-            kernel_name=self.end.name,
-            compiler_params=plgpu.CompilerParams(
-                approx_math=True,
-                # No shared memory is both read and written by ordinary accesses of a warpgroup.
-                unsafe_no_auto_barriers=True,
-                lowering_semantics=plgpu.LoweringSemantics.Lane,
-            ),
-            **({"interpret": interpret} if interpret else {}),
-        )
+        grid = {
+            "grid": (cut.blocks // cut.cluster,), "grid_names": ("group",),
+            "cluster": (cut.cluster,), "cluster_names": ("cluster",),
+        }  # fmt: skip
+        run = launch(self._entry, self.end.name, WARPGROUPS, tuple(out), grid, interpret)
         return list(run(x, y, first, *arrays) or ())
 
     def _entry(self, x_ref, y_ref, first_ref, *refs):
@@ -244,11 +232,12 @@ class Product:
             def add(acc, k):
                 slot = self._slot(n * steps + k)
                 plgpu.barrier_wait(smem["full"].at[slot])
-                mma.add(acc, *operands(slot), self.free)
+                product_of = mma.pv if self.free else mma.qk
+                product_of(acc, *operands(slot))
 
             def done(k, in_flight: int):
                 slot = self._slot(n * steps + k)
-                mma.wait_for(in_flight, *operands(slot))
+                mma.wait(*operands(slot), in_flight=in_flight)
                 plgpu.barrier_arrive(smem["free"].at[slot])
 
             def product(acc):

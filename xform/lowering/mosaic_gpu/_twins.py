@@ -51,15 +51,6 @@ class Hardware:
         """Adds `p' v`."""
         plgpu.wgmma(acc, p.T, v)
 
-    def add(self, acc, x, y, free: int):
-        """Adds a product to `acc`, `free` is the dimension of `y` that is not summed over."""
-        plgpu.wgmma(acc, x, y if free else y.T)
-
-    def wait_for(self, in_flight: int, *operands):
-        """Waits until at most so many products run; `operands` are those of the last one done."""
-        del operands
-        plgpu.wgmma_wait(in_flight)
-
     def add_to(self, ref, buffer):
         """Adds a tile of shared memory to global memory, which no other block touches."""
         plgpu.copy_smem_to_gmem(buffer, ref, reduction_op="add")
@@ -73,9 +64,9 @@ class Hardware:
         del k
         return plgpu.wgmma_accumulator_load(acc, wait_n=in_flight)
 
-    def wait(self, v, in_flight: int = 0):
-        """Waits for all but the last products; `v` is what the last of the others reads."""
-        del v
+    def wait(self, *operands, in_flight: int = 0):
+        """Waits for all but the last products; `operands` are what the last of the others reads."""
+        del operands
         plgpu.wgmma_wait(in_flight)
 
     def shares(self, blocks: int) -> tuple[int, ...]:
@@ -202,18 +193,10 @@ class Twin:
         acc[...] = acc[...] + _product(q[...], k[...], 1, 1)
 
     def pv(self, acc, p, v):
-        acc[...] = acc[...] + _product(p, v[...], 1, 0)
+        acc[...] = acc[...] + _product(p[...], v[...], 1, 0)
 
     def tv(self, acc, p, v):
         acc[...] = acc[...] + _product(p[...], v[...], 0, 0)
-
-    def add(self, acc, x, y, free: int):
-        acc[...] = acc[...] + _product(x[...], y[...], 1, 0 if free else 1)
-
-    def wait_for(self, in_flight: int, *operands):
-        del in_flight
-        for operand in operands:
-            _read_again(operand)
 
     def add_to(self, ref, buffer):
         ref[...] = ref[...] + buffer[...]
@@ -226,9 +209,10 @@ class Twin:
         del in_flight
         return acc[...] + _read_again(k)
 
-    def wait(self, v, in_flight: int = 0):
+    def wait(self, *operands, in_flight: int = 0):
         del in_flight
-        _read_again(v)
+        for operand in operands:
+            _read_again(operand)
 
     def shares(self, blocks: int) -> tuple[int, ...]:
         """The interpreter can't add: each block has an array of its own."""
