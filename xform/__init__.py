@@ -1,10 +1,10 @@
 """Programmable attention, transforms of jaxprs that keep a promise or refuse, sharding rules."""
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from xform import jaxpr as jaxpr
 from xform import primitives as primitives
+from xform._later import later
 from xform.primitives import masks as masks
 from xform.primitives import scores as scores
 from xform.primitives.attention import Aux as Aux
@@ -39,31 +39,19 @@ if TYPE_CHECKING:
     from xform.primitives.inference import decode_attention as decode_attention
     from xform.primitives.inference import paged_attention as paged_attention
 
-# Loaded when they are first asked for, so that `import xform` stays light.
-_LATER = {
-    "_cost": ("cost",),
-    "_cost_rules": ("Work", "cost_rule"),
-    "_costs": ("Cost", "Costs"),
-    "_devices": ("Device", "device"),
-    "_explain": ("Report", "explain", "no_host_gap"),
-    "_memory": ("Memory", "memory"),
-    "_roofline": ("hfu", "mfu", "roofline"),
-    "primitives.cross_entropy": ("linear_cross_entropy",),
-    "primitives.drop_in": ("dot_product_attention", "flash_attention"),
-    "primitives.inference": ("decode_attention", "paged_attention"),
-}
-_MODULES = {name: module for module, names in _LATER.items() for name in names}
-
-
-def __getattr__(name: str) -> Any:
-    if name == "sharding":
-        return import_module("xform.sharding")
-    if name not in _MODULES:
-        raise AttributeError(f"module `xform` has no attribute `{name}`")
-    value = getattr(import_module(f"xform.{_MODULES[name]}"), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *_MODULES, "sharding"})
+_MODULES, __getattr__, __dir__ = later(
+    __name__,
+    {
+        "sharding": (),
+        "_cost": ("cost",),
+        "_cost_rules": ("Work", "cost_rule"),
+        "_costs": ("Cost", "Costs"),
+        "_devices": ("Device", "device"),
+        "_explain": ("Report", "explain", "no_host_gap"),
+        "_memory": ("Memory", "memory"),
+        "_roofline": ("hfu", "mfu", "roofline"),
+        "primitives.cross_entropy": ("linear_cross_entropy",),
+        "primitives.drop_in": ("dot_product_attention", "flash_attention"),
+        "primitives.inference": ("decode_attention", "paged_attention"),
+    },
+)

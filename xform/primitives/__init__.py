@@ -1,8 +1,8 @@
 """Operations whose inside the user programs: one file is one primitive's whole life."""
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from xform._later import later
 from xform.primitives import masks as masks
 from xform.primitives import scores as scores
 from xform.primitives.attention import Aux as Aux
@@ -24,22 +24,11 @@ if TYPE_CHECKING:
     from xform.primitives.inference import merge as merge
     from xform.primitives.inference import paged_attention as paged_attention
 
-# Loaded when they are first asked for, so that `import xform` stays light.
-_LATER = {
-    "cross_entropy": ("linear_cross_entropy", "linear_cross_entropy_p"),
-    "drop_in": ("dot_product_attention", "flash_attention"),
-    "inference": ("decode_attention", "merge", "paged_attention"),
-}
-_MODULES = {name: module for module, names in _LATER.items() for name in names}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
-        raise AttributeError(f"module `xform.primitives` has no attribute `{name}`")
-    value = getattr(import_module(f"xform.primitives.{_MODULES[name]}"), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *_MODULES})
+_MODULES, __getattr__, __dir__ = later(
+    __name__,
+    {
+        "cross_entropy": ("linear_cross_entropy", "linear_cross_entropy_p"),
+        "drop_in": ("dot_product_attention", "flash_attention"),
+        "inference": ("decode_attention", "merge", "paged_attention"),
+    },
+)
