@@ -284,8 +284,11 @@ def bracketed(x: Mod) -> str:
 # ---- Arrays that may lead with a batch dimension -------------------------------------------------
 
 
-def of_batch(name: str, x: ArrayLike, b, dims: str = ""):
-    """What sequence `b` has of an array of dimensions `dims` that may lead with a batch dimension.
+def of_batch(name: str, x: ArrayLike, b, dims: str = "") -> Callable:
+    """Returns `read(*index)`, an element of what sequence `b` has of an array.
+
+    The array has dimensions `dims` and may lead with one of the batch. It is read by one index of
+    all of them, which is what JAX allows of an array that an explicit mesh axis splits.
 
     Raises:
       ValueError: if it has another number of dimensions.
@@ -297,7 +300,8 @@ def of_batch(name: str, x: ArrayLike, b, dims: str = ""):
             f"`{name}` has shape {list(x.shape)}; it must be {one} or [{','.join('B' + dims)}]: "
             "reduce or index the other dimensions first."
         )
-    return x[b] if x.ndim > len(dims) else x
+    lead = (b,) if x.ndim > len(dims) else ()
+    return lambda *index: x[(*lead, *index)]
 
 
 def misfit(name: str, x: ArrayLike, sizes: Sequence[int | None], batch: int | None) -> list[str]:

@@ -3,9 +3,10 @@
 Three ways lead here. Inside `jax.shard_map` arrays are local already. Axes of type `Explicit` split
 arrays by their type, and the primitive is lowered into a `shard_map` over these types. Axes of type
 `Auto` are split by XLA's partitioner while it compiles; it asks the rule below. In all of them
-batch, heads and the dimensions that `vmap` added may be split, no array is moved, and the only
-collective is the sum that a gradient needs whose operand other devices read as well. Any other
-split is an error, never a hidden transfer.
+batch, heads and the dimensions that `vmap` added may be split, and with them what mods read at
+their own batch entry or head alone; no array is moved, and the only collective is the sum that a
+gradient needs whose operand other devices read as well. Any other split is an error, never a hidden
+transfer.
 
 Mods see the true `b` and `h`: a device's first ones are the `origin` of its part. (Inside
 `jax.shard_map` the program is written for one device, and so are its mods.)
@@ -36,6 +37,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from xform._compat import Primitive, apply_primitive, cuda_device, lower_with_devices
 from xform.lowering._tile_fn import COL, ROW, Kind
 from xform.primitives._choose import Device
+from xform.primitives._own import Own
 
 type Axes = tuple[str, ...]
 type Specs = Sequence[tuple[Axes, ...]]
@@ -51,33 +53,54 @@ class Layout:
       dims: of each dimension a name: "B", "T", "H", "S", "D", the hidden ones "vmap 0", "vmap 1",
         those of captured arrays "dim 0", "dim 1". Key/value heads are "H" too, since they are split
         as query heads are; if there is only one it is "K", and every device has it.
+      own: of dimensions that are read at one's own batch entry or head, "B" or "H". They are split
+        as that is, or whole.
     """
 
     label: str
     shape: tuple[int, ...]
     dtype: Any
     dims: tuple[str, ...]
+    own: Own = dataclasses.field(default_factory=dict)
 
     @classmethod
     def of(cls, label: str, kind: Kind, array, hidden: int) -> Layout:
         """The layout of an array, or its type, with this many hidden dimensions in front."""
         shape = array.shape
         lead = [f"vmap {i}" if n > 1 else "-" for i, n in enumerate(shape[:hidden])]
-        own = [f"dim {i}" for i in range(len(shape) - hidden)]
+        rest = [f"dim {i}" for i in range(len(shape) - hidden)]
         if kind == ROW:
-            own = ["B", "T", "H", "D"][: len(own)]
+            rest = ["B", "T", "H", "D"][: len(rest)]
         elif kind == COL:
-            own = ["B", "S", "H" if shape[hidden + 2] > 1 else "K", "D"][: len(own)]
-        return cls(f"{label} {array.dtype}{list(shape)}", shape, array.dtype, (*lead, *own))
+            rest = ["B", "S", "H" if shape[hidden + 2] > 1 else "K", "D"][: len(rest)]
+        return cls(f"{label} {array.dtype}{list(shape)}", shape, array.dtype, (*lead, *rest))
+
+    @classmethod
+    def read(cls, own: Own, name: object, array, hidden: int, rows: Layout) -> Layout:
+        """The layout of what mods read, with dimensions of its own as long as those of `rows`.
+
+        Args:
+          own: of dimensions but the hidden ones, whether they are read at `b` or `h` alone.
+          name: arrays of one name are split alike.
+          array: or its type.
+          hidden: how many hidden dimensions there are.
+          rows: the layout of queries.
+        """
+        plain = cls.of("a captured array", (), array, hidden)
+        sizes = dict(zip(rows.dims, rows.shape, strict=True))
+        own = {hidden + d: x for d, x in own.items() if array.shape[hidden + d] == sizes[x]}
+        dims = [f"{d} of {hash(name)}" if i in own else d for i, d in enumerate(plain.dims)]
+        return dataclasses.replace(plain, dims=tuple(dims), own=own)
 
     def spec(self, axes: dict[str, Axes]) -> PartitionSpec:
         """The placement of an array whose named dimensions are split over `axes`."""
         return PartitionSpec(*(axes.get(d) or None for d in self.dims))
 
-    def part(self, axes: dict[str, Axes], sizes: Mapping[str, int]) -> tuple[int, ...]:
-        """The shape of what one device has."""
+    def seen(self, axes: dict[str, Axes], sizes: Mapping[str, int]) -> tuple[int, ...]:
+        """The shape of what one device works on: its part, but all along its own dimensions."""
+        split = lambda i, d: () if i in self.own else axes.get(d, ())
         named = zip(self.dims, self.shape, strict=True)
-        return tuple(n // _size(axes.get(d, ()), sizes) for d, n in named)
+        return tuple(n // _size(split(i, d), sizes) for i, (d, n) in enumerate(named))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,29 +130,35 @@ class Layouts:
           ValueError: lists every split that can't stay local.
         """
         given = [
-            (x, d, n, s)
+            (x, d, n, s, x.own.get(i))
             for x, spec in zip(self.operands, specs, strict=True)
-            for d, n, s in zip(x.dims, x.shape, spec, strict=True)
+            for i, (d, n, s) in enumerate(zip(x.dims, x.shape, spec, strict=True))
         ]
         axes: dict[str, Axes] = {}
-        for _, d, _, split in given:
+        for _, d, _, split, _ in given:
             if d in ("B", "H") or d.startswith("vmap"):
                 axes[d] = axes.get(d) or split
+        # A device has its own part of them, or all.
+        axes |= {d: axes[own] for _, d, _, split, own in given if own and split == axes[own] != ()}
         wrong = []
-        for x, d, n, split in given:
+        for x, d, n, split, own in given:
             needed = axes.get(d, ())
             if split != needed and (split or strict):
-                wrong.append(f"{x.label} is split over {split} along {d}, needed is {needed}")
+                d = d.partition(" of ")[0]
+                also = f" or {axes[own]}" if own and axes[own] != needed else ""
+                wrong.append(f"{x.label} is split over {split} along {d}, needed is {needed}{also}")
             elif n % _size(needed, sizes):
                 wrong.append(f"{x.label} has {n} along {d}, no multiple of the axes {needed}")
-        used = [axis for split in axes.values() for axis in split]
+        shared = {d: split for d, split in axes.items() if d in ("B", "H") or "vmap" in d}
+        used = [axis for split in shared.values() for axis in split]
         if len(set(used)) < len(used):
-            wrong.append(f"one mesh axis splits two dimensions: {axes}")
+            wrong.append(f"one mesh axis splits two dimensions: {shared}")
         if wrong:
             raise ValueError(
                 "flex_attention works on split arrays where the batch, the heads or a dimension of "
-                "vmap is split, the same for all of q, k and v, and what mods read is whole; "
-                f"found: {'; '.join(dict.fromkeys(wrong))}. Place these arrays so before the call "
+                "vmap is split, the same for all of q, k and v, and what mods read is whole, or "
+                "split so where it is read at one's own `b` or `h` alone; found: "
+                f"{'; '.join(dict.fromkeys(wrong))}. Place these arrays so before the call "
                 "(`jax.sharding.reshard` for explicit axes, `jax.lax.with_sharding_constraint` for "
                 "others), or write the communication down: call it inside `jax.shard_map`."
             )
@@ -138,18 +167,27 @@ class Layouts:
     def rule(self) -> SdyShardingRule:
         """What XLA's partitioner may propagate: splits of batch, heads and hidden dimensions."""
         heads = {n for x in self.operands for d, n in zip(x.dims, x.shape, strict=True) if d == "H"}
-        fresh = itertools.count()
+        fresh, shared = itertools.count(), {}
 
         def factor(dim: str, size: int):
             if dim == "H":  # query heads are key heads times the group
                 return "k" if size == min(heads) else CompoundFactor("k", "g")
-            return dim.replace(" ", "") if dim == "B" or "vmap" in dim else f"u{next(fresh)}"
+            if dim == "B" or "vmap" in dim:
+                return dim.replace(" ", "")
+            # A gradient is split as the array is.
+            return shared.setdefault(dim if " of " in dim else next(fresh), f"u{len(shared)}")
 
         mapping = lambda x: ArrayMapping(*map(factor, x.dims, x.shape))
         group: dict[str, Any] = {"g": max(heads) // min(heads)} if len(heads) > 1 else {}
         return SdyShardingRule(
             tuple(map(mapping, self.operands)), tuple(map(mapping, self.results)), **group
         )
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Batch entries and heads."""
+        rows = next(x for x in self.operands if "T" in x.dims)
+        return {d: n for d, n in zip(rows.dims, rows.shape, strict=True) if d in ("B", "H")}
 
 
 def _size(axes: Axes, sizes: Mapping[str, int]) -> int:
@@ -195,8 +233,7 @@ def _result_types(layouts: Layouts, operands: Sequence[ShapedArray]) -> list[Sha
 
 def _local(impl: Callable, layouts: Layouts, axes: dict[str, Axes], sizes: Mapping[str, int]):
     """`impl` on one device's part of the operands; what belongs to all devices is summed, wide."""
-    rows = next(x for x in layouts.operands if "T" in x.dims)
-    part = dict(zip(rows.dims, rows.part(axes, sizes), strict=True))
+    part = {d: n // _size(axes.get(d, ()), sizes) for d, n in layouts.sizes.items()}
     used = {axis for split in axes.values() for axis in split}
     sums = [
         tuple(sorted(used - {axis for d in x.dims for axis in axes.get(d, ())}))
@@ -204,19 +241,44 @@ def _local(impl: Callable, layouts: Layouts, axes: dict[str, Axes], sizes: Mappi
     ]
     wide = lambda dtype, s: jnp.promote_types(dtype, jnp.float32) if s else dtype
     outs = [
-        jax.ShapeDtypeStruct(x.part(axes, sizes), wide(x.dtype, s))
+        jax.ShapeDtypeStruct(x.seen(axes, sizes), wide(x.dtype, s))
         for x, s in zip(layouts.results, sums, strict=True)
     ]
 
     def run(*args):
-        start = lambda d: lax.axis_index(axes[d]) * part[d] if axes.get(d) else 0
-        results = impl(*args, origin=(start("B"), start("H")), outs=outs)
+        start = {d: lax.axis_index(axes[d]) * n if axes.get(d) else 0 for d, n in part.items()}
+        args = [_all_of(x, a, axes, start) for x, a in zip(layouts.operands, args, strict=True)]
+        results = impl(*args, origin=(start["B"], start["H"]), outs=outs)
+        own = lambda x, y: _own_of(x, y, axes, start, part)
+        results = [own(x, y) for x, y in zip(layouts.results, results, strict=True)]
         return [
             (lax.psum(y, s) if s else y).astype(x.dtype)
             for y, s, x in zip(results, sums, layouts.results, strict=True)
         ]
 
     return run
+
+
+def _all_of(x: Layout, part, axes: dict[str, Axes], start: dict):
+    """An array of which a device has its own part, as long as the whole one: mods count from 0.
+
+    What is put around is never read.
+    """
+    for d, own in x.own.items():
+        if axes.get(x.dims[d]):
+            shape = (*part.shape[:d], x.shape[d], *part.shape[d + 1 :])
+            part = lax.dynamic_update_slice_in_dim(
+                jnp.zeros(shape, part.dtype), part, start[own], d
+            )
+    return part
+
+
+def _own_of(x: Layout, whole, axes: dict[str, Axes], start: dict, part: Mapping[str, int]):
+    """A device's own part of what `_all_of` made whole."""
+    for d, own in x.own.items():
+        if axes.get(x.dims[d]):
+            whole = lax.dynamic_slice_in_dim(whole, start[own], part[own], d)
+    return whole
 
 
 def _in_types(impl: Callable, layouts: Layouts, operands: Sequence[ShapedArray]) -> Callable:

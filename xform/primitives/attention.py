@@ -34,6 +34,7 @@ from xform.lowering._tile_fn import COL, ROW, Attend, Jvp, Peak, Transpose, base
 from xform.primitives._choose import IMPLEMENTATIONS, Choice, choose, choose_for_sum, default_device
 from xform.primitives._mods import take_apart
 from xform.primitives._objects import Mod, Shape
+from xform.primitives._own import of_context, of_reads
 from xform.primitives._rules import add_hidden_dim, broadcast_like, hidden_sizes, join_axes
 from xform.primitives._split import Layout, Layouts, splittable
 from xform.primitives.block_map import block_map, unbounded
@@ -293,17 +294,14 @@ _QKV = ("`q`", ROW), ("`k`", COL), ("`v`", COL)
 
 
 def _layouts(*args, spec, hidden, **params) -> Layouts:
-    kinds = (
-        ("`q`", ROW),
-        ("`k`", COL),
-        ("`v`", COL),
-        *[("a captured array", ())] * (len(args) - 3),
-    )
+    n = 3 + len(spec.reads)
+    inputs = tuple(Layout.of(*kind, x, hidden) for kind, x in zip(_QKV, args[:3], strict=True))
+    owns = [*map(of_reads, spec.reads), *of_context(spec, len(args) - n)]
+    names = [*spec.reads, *range(len(args) - n)]
+    read = [Layout.read(*x, hidden, inputs[0]) for x in zip(owns, names, args[3:], strict=True)]
     structs = _structs(args, spec, hidden, **params)
-    return Layouts(
-        tuple(Layout.of(*kind, x, hidden) for kind, x in zip(kinds, args, strict=True)),
-        tuple(Layout.of("a result", ROW, x, hidden) for x in structs),
-    )
+    results = tuple(Layout.of("a result", ROW, x, hidden) for x in structs)
+    return Layouts((*inputs, *read), results)
 
 
 def _impl(

@@ -31,6 +31,7 @@ from xform.lowering._spec import Spec
 from xform.lowering._tile_fn import COL, ROW, Jvp, TileFn, Transpose, merge
 from xform.primitives._auto import local_rows, register
 from xform.primitives._choose import by_kernels, choose_for_sum
+from xform.primitives._own import of_context, of_reads
 from xform.primitives._rules import add_hidden_dim, hidden_sizes, join_axes
 from xform.primitives._split import Layout, Layouts, splittable
 from xform.primitives.block_map import block_map
@@ -78,10 +79,18 @@ def _split(args: Sequence, fn: TileFn) -> tuple[Sequence, Sequence]:
 def _layouts(*args, fn, hidden, outs, **_) -> Layouts:
     operands, context = _split(args, fn)
     labels = {ROW: "an array of queries or their derivatives", COL: "an array of keys or values"}
-    of = lambda kind, x: Layout.of(labels.get(kind, "a captured array"), kind, x, hidden)
-    inputs = zip((*fn.operands, *[()] * len(context)), (*operands, *context), strict=True)
-    results = zip(fn.results, _structs(outs), strict=True)
-    return Layouts(tuple(of(*x) for x in inputs), tuple(of(*x) for x in results))
+    rows = Layout.of(labels[ROW], ROW, operands[fn.operands.index(ROW)], hidden)
+
+    def of(kind: Kind, x) -> Layout:
+        if kind in (ROW, COL):
+            return Layout.of(labels[kind], kind, x, hidden)
+        return Layout.read(of_reads(kind), kind, x, hidden, rows)
+
+    read = zip(of_context(fn.spec, len(context)), range(len(context)), context, strict=True)
+    return Layouts(
+        (*map(of, fn.operands, operands), *(Layout.read(*x, hidden, rows) for x in read)),
+        tuple(map(of, fn.results, _structs(outs))),
+    )
 
 
 def _impl(*args, origin, outs, device, fn, hidden, implementation, kinds=block_map):

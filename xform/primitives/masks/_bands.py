@@ -164,7 +164,7 @@ class prefix(Mask):
     n: ArrayLike
 
     def __call__(self, b, h, q_idx, kv_idx):
-        return kv_idx < of_batch("prefix(n)", self.n, b)
+        return kv_idx < of_batch("prefix(n)", self.n, b)()
 
     def misfits(self, shape):
         return misfit("prefix(n)", self.n, (), shape.b)
@@ -190,8 +190,8 @@ class lengths(Mask):
     q: ArrayLike | None = None
 
     def __call__(self, b, h, q_idx, kv_idx):
-        seen = kv_idx < of_batch("lengths(kv)", self.kv, b)
-        return seen if self.q is None else seen & (q_idx < of_batch("lengths(q)", self.q, b))
+        seen = kv_idx < of_batch("lengths(kv)", self.kv, b)()
+        return seen if self.q is None else seen & (q_idx < of_batch("lengths(q)", self.q, b)())
 
     def misfits(self, shape):
         wrong = misfit("lengths(kv)", self.kv, (), shape.b)

@@ -4,6 +4,7 @@ Relations of any two positions are stored as bits: 32 keys in one word of a row,
 a thousand nodes takes 128 KB.
 """
 
+from collections.abc import Callable
 from dataclasses import field
 
 import jax
@@ -57,8 +58,8 @@ class documents(Mask):
     def __call__(self, b, h, q_idx, kv_idx):
         ids = of_batch("documents(ids)", self.ids, b, "T")
         kv_ids = ids if self.kv_ids is None else of_batch("documents(kv_ids)", self.kv_ids, b, "S")
-        own = ids[q_idx]
-        same = own == kv_ids[kv_idx]
+        own = ids(q_idx)
+        same = own == kv_ids(kv_idx)
         return same if self.padding is None else same & (own != self.padding)
 
     def misfits(self, shape):
@@ -155,11 +156,11 @@ class tree(Mask):
     context: ArrayLike = field(default=0, kw_only=True)
 
     def __call__(self, b, h, q_idx, kv_idx):
-        parents = of_batch("tree(parents)", self.parents, b, "T")
-        node = kv_idx - of_batch("tree(context)", self.context, b)
+        of_batch("tree(parents)", self.parents, b, "T")  # refuses other numbers of dimensions
+        node = kv_idx - of_batch("tree(context)", self.context, b)()
         ancestors = of_batch("tree(parents)", _ancestors(jnp.asarray(self.parents)), b, "TW")
         leads = _bit(ancestors, q_idx, jnp.maximum(node, 0))
-        return (node < 0) | ((node < parents.shape[0]) & leads)
+        return (node < 0) | ((node < jnp.shape(self.parents)[-1]) & leads)
 
     def misfits(self, shape):
         wrong = misfit("tree(parents)", self.parents, [shape.q], shape.b)
@@ -174,10 +175,10 @@ def _packed(adjacency):
     return jnp.sum(bits.astype(jnp.uint32) << place, -1, dtype=jnp.uint32)
 
 
-def _bit(words, q_idx, kv_idx):
-    """Bit `kv_idx` of row `q_idx`."""
+def _bit(words: Callable, q_idx, kv_idx):
+    """Bit `kv_idx` of row `q_idx`, with `words(row, word)`."""
     shift = jnp.asarray(kv_idx & 31).astype(jnp.uint32)
-    return (words[q_idx, kv_idx >> 5] >> shift) & jnp.uint32(1) != 0
+    return (words(q_idx, kv_idx >> 5) >> shift) & jnp.uint32(1) != 0
 
 
 def _ancestors(parents):
