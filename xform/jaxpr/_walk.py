@@ -9,6 +9,7 @@ import jax
 import jaxtyping
 
 from xform._compat import Jaxpr, JaxprEqn, user_frames
+from xform._show import named
 
 UNKNOWN = "unknown"
 
@@ -121,10 +122,11 @@ def _labelled(value: Any, label: str) -> Iterator[tuple[str, Jaxpr]]:
 def source_line(eqn: JaxprEqn) -> str:
     """Returns the user's line that made an equation, as `"file:line (function)"`.
 
-    Frames of JAX and of xform are skipped. Where JAX recorded no other, the answer is `"unknown"`:
-    in `lax.map(jnp.sin, x)` no line of the user's made the sine.
+    In a notebook the file is the cell, `"In[3]:2 (f)"`. Frames of JAX and of xform are skipped.
+    Where JAX recorded no other, the answer is `"unknown"`: in `lax.map(jnp.sin, x)` no line of the
+    user's made the sine.
     """
     for frame in user_frames(eqn.source_info.traceback):
         if not frame.file_name.startswith(_NOT_THE_USERS):
-            return f"{frame.file_name}:{frame.start_line} ({frame.function_name})"
+            return f"{named(frame.file_name)}:{frame.start_line} ({frame.function_name})"
     return UNKNOWN

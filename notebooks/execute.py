@@ -1,0 +1,41 @@
+"""Run notebooks: their Python text, in percent format, becomes a notebook with its outputs.
+
+    JAX_PLATFORMS=cpu python notebooks/execute.py                     # all of them
+    JAX_PLATFORMS=cpu python notebooks/execute.py notebooks/03*.py    # one
+
+The text is what people edit; `tests/test_notebooks.py` holds the notebook beside it to it.
+"""
+
+import os
+import sys
+from pathlib import Path
+
+import jupytext
+import nbformat
+from nbconvert.preprocessors import ExecutePreprocessor
+
+HERE = Path(__file__).resolve().parent
+SOURCES = sorted(HERE.glob("[0-9]*.py"))
+
+
+def execute(source: Path) -> nbformat.NotebookNode:
+    """Returns the notebook of a Python text, run from top to bottom in a process of its own.
+
+    Raises:
+      nbconvert.preprocessors.CellExecutionError: a cell raised.
+    """
+    paths = [str(HERE.parent), os.environ.get("PYTHONPATH", "")]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    notebook = jupytext.read(source)
+    for number, cell in enumerate(notebook.cells):
+        cell.id = f"cell-{number}"  # the same in every run
+    run = ExecutePreprocessor(timeout=300, kernel_name="python3", record_timing=False)
+    run.preprocess(notebook, {"metadata": {"path": str(source.parent)}}, env=env)
+    notebook.metadata.pop("language_info", None)  # which Python it was
+    return notebook
+
+
+if __name__ == "__main__":
+    for source in map(Path, sys.argv[1:] or SOURCES):
+        nbformat.write(execute(source), source.with_suffix(".ipynb"))
+        print(f"{source.stem}: done")
