@@ -12,7 +12,7 @@ from pathlib import Path
 
 import jupytext
 import nbformat
-from nbconvert.preprocessors import ExecutePreprocessor
+from nbclient import NotebookClient
 
 HERE = Path(__file__).resolve().parent
 SOURCES = sorted(HERE.glob("[0-9]*.py"))
@@ -22,15 +22,18 @@ def execute(source: Path) -> nbformat.NotebookNode:
     """Returns the notebook of a Python text, run from top to bottom in a process of its own.
 
     Raises:
-      nbconvert.preprocessors.CellExecutionError: a cell raised.
+      nbclient.exceptions.CellExecutionError: a cell raised.
     """
     paths = [str(HERE.parent), os.environ.get("PYTHONPATH", "")]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
     notebook = jupytext.read(source)
     for number, cell in enumerate(notebook.cells):
         cell.id = f"cell-{number}"  # the same in every run
-    run = ExecutePreprocessor(timeout=300, kernel_name="python3", record_timing=False)
-    run.preprocess(notebook, {"metadata": {"path": str(source.parent)}}, env=env)
+    resources = {"metadata": {"path": str(source.parent)}}
+    run = NotebookClient(
+        notebook, timeout=300, kernel_name="python3", record_timing=False, resources=resources
+    )
+    run.execute(env=env)
     notebook.metadata.pop("language_info", None)  # which Python it was
     return notebook
 

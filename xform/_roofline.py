@@ -157,10 +157,8 @@ class Roofline:
 
     def _table(self) -> Table:
         head = ("at best, s", "bound by", "FLOP/B", "line")
-        rows = [
-            (f"{b.seconds:.2e}", b.by, f"{b.intensity:,.1f}", short(b.line))
-            for b in self.lines[:12]
-        ]
+        cells = lambda b: (f"{b.seconds:.2e}", b.by, f"{b.intensity:,.1f}", short(b.line))
+        rows = [cells(b) for b in self.lines[:12]]
         return Table("", head, rows)
 
 
