@@ -1,7 +1,7 @@
 """Run notebooks: their Python text, in percent format, becomes a notebook with its outputs.
 
-    JAX_PLATFORMS=cpu python notebooks/execute.py                     # all of them
-    JAX_PLATFORMS=cpu python notebooks/execute.py notebooks/03*.py    # one
+    python notebooks/execute.py                     # all of them
+    python notebooks/execute.py notebooks/03*.py    # one
 
 The text is what people edit; `tests/test_notebooks.py` holds the notebook beside it to it.
 """
@@ -15,26 +15,33 @@ import nbformat
 from nbclient import NotebookClient
 
 HERE = Path(__file__).resolve().parent
+KERNEL = {"name": "python3", "display_name": "Python 3", "language": "python"}
 SOURCES = sorted(HERE.glob("[0-9]*.py"))
 
 
 def execute(source: Path) -> nbformat.NotebookNode:
-    """Returns the notebook of a Python text, run from top to bottom in a process of its own.
+    """Returns the notebook of a Python text, run from top to bottom by a process of its own.
 
     Raises:
       nbclient.exceptions.CellExecutionError: a cell raised.
     """
     paths = [str(HERE.parent), os.environ.get("PYTHONPATH", "")]
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    env = {"JAX_PLATFORMS": "cpu", **os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
     notebook = jupytext.read(source)
     for number, cell in enumerate(notebook.cells):
         cell.id = f"cell-{number}"  # the same in every run
     resources = {"metadata": {"path": str(source.parent)}}
     run = NotebookClient(
-        notebook, timeout=300, kernel_name="python3", record_timing=False, resources=resources
+        notebook,
+        timeout=300,
+        kernel_name="python3",
+        extra_arguments=["--log-level=ERROR"],
+        record_timing=False,
+        coalesce_streams=True,
+        resources=resources,
     )
     run.execute(env=env)
-    notebook.metadata.pop("language_info", None)  # which Python it was
+    notebook.metadata = {"kernelspec": KERNEL, "language_info": {"name": "python"}}
     return notebook
 
 
