@@ -140,7 +140,12 @@ class MaskView:
             for code, name in _NAMES.items()
         ]
         ax.legend(
-            handles=labels, loc="upper center", bbox_to_anchor=(0.5, -0.08), ncols=3, frameon=False
+            handles=labels,
+            loc="upper center",
+            bbox_to_anchor=(0.5, 0),
+            borderaxespad=4,  # in heights of the font: below the label of the axis
+            ncols=3,
+            frameon=False,
         )
         return ax
 
