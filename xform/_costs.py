@@ -88,6 +88,9 @@ _FIELDS = tuple(f.name for f in dataclasses.fields(Cost))
 NONE = Cost()
 
 
+ATTENTION = ("flex_attention", "tile_sum")
+"""Primitives whose rows have an entry in `Costs.attention`, in the same order."""
+
 type Each = tuple[str, Amount, Amount, Amount, int, int, Mapping[str, Amount] | None]
 
 
@@ -169,9 +172,14 @@ class Costs:
         flops = dict(self.total.matrix)
         for kind, again in self.by_phase().get("recompute", NONE).matrix.items():
             flops[kind] = flops[kind] + again * -1
-        for a, n in self.attention:
-            flops[a.kind] = flops.get(a.kind, 0) + (a.model - a.tiles) * n
+        for (a, n), phase in zip(self.attention, self._phases_of_attention(), strict=True):
+            if phase != "recompute":  # or else all of it is out already
+                flops[a.kind] = flops.get(a.kind, 0) + (a.model - a.tiles) * n
         return flops
+
+    def _phases_of_attention(self) -> list[str]:
+        phases = zip(self.rows, _phases(self.rows), strict=True)
+        return [phase for row, phase in phases if row.node.name in ATTENTION]
 
     @property
     def model_flops(self) -> Amount:

@@ -158,7 +158,7 @@ class Roofline:
     def _table(self) -> Table:
         head = ("at best, s", "bound by", "FLOP/B", "line")
         cells = lambda b: (f"{b.seconds:.2e}", b.by, f"{b.intensity:,.1f}", short(b.line))
-        rows = [cells(b) for b in self.lines[:12]]
+        rows = [cells(b) for b in self.lines[:12] if b.seconds]
         return Table("", head, rows)
 
 
