@@ -149,8 +149,9 @@ plt.show()
 # %% [markdown]
 # Points below the slope wait for something else than memory: small products for their overhead.
 # Points above it show where the model ends: what fits into a cache need not come from memory. And
-# multiply-adds end below the flat part, since a product of matrices is the one thing that a
-# processor is built to do at its peak.
+# long chains of multiply-adds end far below the flat part, since each waits for the result of the
+# one before it, which neither side of the roof knows of. A product of matrices has many sums to
+# add to meanwhile; it is the one thing that a processor is built to do at its peak.
 #
 # ## A transformer, from its shapes
 #
@@ -268,7 +269,7 @@ for name, step in steps.items():
     print("   ", hfu(counts[name], taken, here))
 
 # %% [markdown]
-# Whatever the times: in the second pair HFU is further above MFU, since a quarter of what the
+# Whatever the times: in the second pair HFU is further above MFU, since a fifth of what the
 # machine did was work that the model hadn't asked for. If recomputation makes a step longer, MFU
 # falls with it, while HFU may stay where it is; so a report that gives one number should say
 # which. And a time that is too short to be true is an error and not a record, as when one forgets
