@@ -569,8 +569,8 @@ class cone(Mask):
 (cone(64) & documents(packed)).show(2048)
 
 # %% [markdown]
-# To train a language model on it, open `examples/llama.py`: `stream` says `mask = causal() &
-# documents(ids_BT)`. Put `cone(64)` in the place of `causal()`, and run
+# To train a language model on it, copy the class into `examples/llama.py`, where `stream` says
+# `mask = causal() & documents(ids_BT)`. Write `cone(64)` in the place of `causal()`, and run
 #
 # ```sh
 # python3 -m venv .uv && .uv/bin/pip install -q uv && .uv/bin/uv run --extra train examples/train.py
