@@ -241,6 +241,18 @@ def test_remat_in_a_scan_counts_forward_recompute_and_twice_backward():
     assert phases == {"forward": 24 * PRODUCT, "recompute": 24 * PRODUCT, "backward": 48 * PRODUCT}
 
 
+def test_square_weights_are_not_taken_for_recompute():
+    """The product of the backward pass has the shape of the forward's, and stands on its line."""
+    loss = lambda w, x: jnp.sum(jnp.tanh(jnp.tanh(x @ w[0]) @ w[1]))
+    flops = [
+        cost(jax.grad(lambda w, x, f=f: f(w, x), argnums=(0, 1)))(f32(2, 32, 32), f32(8, 32))
+        for f in (loss, jax.checkpoint(loss))
+    ]
+    assert flops[0].model_flops == 3 * 2 * 2 * 8 * 32 * 32
+    assert flops[1].model_flops == flops[0].model_flops
+    assert flops[1].recompute.matrix_flops == 2 * 2 * 8 * 32 * 32
+
+
 def test_linear_layers_have_nothing_to_recompute():
     def loss(w):
         step = jax.checkpoint(lambda c, w: (c @ w, None))
@@ -439,6 +451,26 @@ def test_causal_attention_by_four_conventions():
     assert a.tiles == costs.matrix_flops
     assert a.exact < a.tiles < 1.6 * a.exact
     assert costs.model_flops == full / 2
+
+
+def test_remat_of_attention_leaves_the_model_its_flops():
+    loss = lambda *args: (attend(*args) ** 2).sum()
+    plain, again = (cost(jax.grad(f, (0, 1, 2)))(*qkv(512)) for f in (loss, jax.checkpoint(loss)))
+    assert again.model_flops == plain.model_flops
+    assert again.matrix_flops > plain.matrix_flops
+    assert again.at().model_flops == plain.model_flops
+
+
+@pytest.mark.parametrize(
+    ("length", "mask", "pairs"),
+    [(1, causal(), 1), (512, lambda b, h, i, j: i // 256 == j // 256, 2 * 256**2)],
+    ids=["one token", "whole tiles"],
+)
+def test_attention_without_a_tile_that_is_partial(length, mask, pairs):
+    x = f32(2, length, 4, 16)
+    costs = cost(lambda q, k, v: flex_attention(q, k, v, mask_mod=mask))(x, x, x)
+    ((flops, _),) = costs.attention
+    assert flops.exact == 2 * 4 * pairs * 4 * 16
 
 
 def test_backward_of_attention_is_five_products_of_which_one_is_recompute():

@@ -222,7 +222,8 @@ class _Mask:
         types = tuple((x.shape, x.dtype, x.sharding) for x in leaves)
         run = _compiled(f, moving, tuple(axes), tuple(sizes), tree, types)
         out = np.asarray(run(*leaves))
-        return out.reshape(-1, *out.shape[self.hidden + 2 :])
+        maps, each = out.shape[: self.hidden + 2], out.shape[self.hidden + 2 :]
+        return out.reshape(math.prod(maps), *each)  # of no tiles at all, -1 would not tell
 
     def tiles(self, q_tile: int, kv_tile: int) -> np.ndarray:
         """The block maps `[maps, rows, cols]`."""

@@ -18,7 +18,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from xform._attention_cost import attention_program
-from xform._program import VIEWS, Node, Region, Value, carried, merge, own_inputs, program, prune
+from xform._program import VIEWS, Node, Region, Value, merge, own_inputs, program, prune
+from xform.jaxpr._walk import carried
 
 
 def _names(text: str) -> frozenset[str]:
@@ -117,7 +118,7 @@ class Plan:
         """What a scan's body reads of stacked arrays, and what it writes to them."""
         if loop is None or loop.name != "scan":
             return set()
-        n = carried(loop)
+        n = carried(loop.eqn)
         inside = own_inputs(loop.eqn.params["jaxpr"], self.region)
         return {*inside[n.consts + n.carry :], *self.region.outputs[n.carry :]}
 
@@ -250,7 +251,7 @@ class Plan:
         """New values of a loop's carry that are made where the old one is no longer needed."""
         if self.body is None or self.body.name not in ("scan", "while"):
             return set()
-        n, params = carried(self.body), self.body.eqn.params
+        n, params = carried(self.body.eqn), self.body.eqn.params
         consts = params["body_nconsts"] if self.body.name == "while" else n.consts
         jaxpr = params["body_jaxpr" if self.body.name == "while" else "jaxpr"]
         if len(self.region.outputs) < n.carry:  # a while's condition
@@ -359,7 +360,7 @@ def _overwritten(node: Node, result: int) -> Sequence[Value]:
     if node.name in _IN_PLACE:
         return node.ins[:1]
     if node.name in ("scan", "while"):
-        n = carried(node)
+        n = carried(node.eqn)
         return node.ins[n.consts + result : n.consts + result + 1] if result < n.carry else ()
     return ()
 

@@ -22,13 +22,11 @@ from xform._amount import Amount, Polynomial, higher, lower
 from xform._attention_cost import AttentionFlops, attention_work
 from xform._compat import Jaxpr, jaxpr_as_fun
 from xform._cost_rules import RULES, Work, sent
-from xform._costs import NONE, Cost, Costs, Each, Row, add_up
+from xform._costs import ATTENTION, NONE, Cost, Costs, Each, Row, add_up
 from xform._devices import DTYPES
 from xform._hlo import TARGETS, Kernel, compile_for, read
 from xform._program import Node, Region, content, program, prune, trip_count
 from xform.jaxpr._walk import trace
-
-_ATTENTION = ("flex_attention", "tile_sum")
 
 
 def cost(f: Callable, *, strict: bool = True, compiled: str | None = None) -> Callable[..., Costs]:
@@ -186,7 +184,7 @@ class _Counter:
         rule, network = RULES.get(node.eqn.primitive.name), None
         if rule is not None:
             work = rule(node.eqn)
-        elif node.name in _ATTENTION:
+        elif node.name in ATTENTION:
             low, work, flops = attention_work(node, _price)
             self.attention.append((node, flops, times * devices))
             self.choices |= low != work

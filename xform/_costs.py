@@ -11,6 +11,7 @@ from xform._amount import Amount, Polynomial, at, number, ratio
 from xform._attention_cost import AttentionFlops
 from xform._compat import Jaxpr
 from xform._program import Node
+from xform._show import Table, as_text, page, short
 
 
 @dataclass(frozen=True)
@@ -87,6 +88,9 @@ _FIELDS = tuple(f.name for f in dataclasses.fields(Cost))
 NONE = Cost()
 
 
+ATTENTION = ("flex_attention", "tile_sum")
+"""Primitives whose rows have an entry in `Costs.attention`, in the same order."""
+
 type Each = tuple[str, Amount, Amount, Amount, int, int, Mapping[str, Amount] | None]
 
 
@@ -107,9 +111,11 @@ class Row:
         self.node, self.each, self.times, self.devices = node, each, times, devices
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Costs:
     """What `cost` returns: the work of one call of a function, on all devices together.
+
+    It prints as a table, and shows itself in a notebook.
 
     Attributes:
       rows: every equation that runs, with its work.
@@ -126,7 +132,7 @@ class Costs:
     trips: Mapping[str, str]
     attention: tuple[tuple[AttentionFlops, Amount], ...]
     unknown: Mapping[str, tuple[str, ...]]
-    jaxpr: Jaxpr = field(repr=False)
+    jaxpr: Jaxpr
     compiled: Cost | None = None
 
     @property
@@ -166,9 +172,14 @@ class Costs:
         flops = dict(self.total.matrix)
         for kind, again in self.by_phase().get("recompute", NONE).matrix.items():
             flops[kind] = flops[kind] + again * -1
-        for a, n in self.attention:
-            flops[a.kind] = flops.get(a.kind, 0) + (a.model - a.tiles) * n
+        for (a, n), phase in zip(self.attention, self._phases_of_attention(), strict=True):
+            if phase != "recompute":  # or else all of it is out already
+                flops[a.kind] = flops.get(a.kind, 0) + (a.model - a.tiles) * n
         return flops
+
+    def _phases_of_attention(self) -> list[str]:
+        phases = zip(self.rows, _phases(self.rows), strict=True)
+        return [phase for row, phase in phases if row.node.name in ATTENTION]
 
     @property
     def model_flops(self) -> Amount:
@@ -223,8 +234,12 @@ class Costs:
             attention=tuple((a, at(n, trips)) for a, n in self.attention),
         )
 
-    def __str__(self) -> str:
-        return table(self)
+    def __repr__(self) -> str:
+        return "\n".join([as_text(_table(self), margin=""), *_notes(self)])
+
+    def _repr_html_(self) -> str:
+        title = f"What a call costs, on {self.devices} device{'s' if self.devices > 1 else ''}"
+        return page(title, [_table(self)], _notes(self))
 
 
 def _phases(rows: Sequence[Row]) -> list[str]:
@@ -282,37 +297,41 @@ def _size(amount: Amount) -> float:
     return float(amount)
 
 
-def table(costs: Costs, lines: int = 12) -> str:
-    """The report as text: the total, what each line costs, attention by convention."""
-    total = costs.total
-    rows: list[tuple[str, ...]] = [("matrix", "other", "transc.", "bytes", "fused", "sent", "line")]
-    by_line = list(costs.by_line().items())
-    for line, c in [("total", total), *by_line[:lines]]:
+def _table(costs: Costs, lines: int = 12) -> Table:
+    """The total, and what each line costs."""
+    head = ("matrix", "other", "transc.", "bytes", "fused", "sent", "line")
+    rows = []
+    for line, c in [("total", costs.total), *list(costs.by_line().items())[:lines]]:
         network = sum(c.collective_bytes.values())
         amounts = (c.matrix_flops, c.other, c.transcendentals, c.bytes, c.fused_bytes, network)
-        rows.append((*map(number, amounts), line))
-    widths = [max(len(row[i]) for row in rows) for i in range(6)]
-    cells = lambda row: [x.rjust(w) for x, w in zip(row[:-1], widths, strict=True)]
-    out = ["  ".join([*cells(row), row[-1]]) for row in rows]
-    if len(by_line) > lines:
-        out.append(f"… and {len(by_line) - lines} lines more")
+        rows.append([*map(number, amounts), short(line)])
+    return Table("", head, rows)
+
+
+def _notes(costs: Costs, lines: int = 12) -> list[str]:
+    """What the table leaves out: bounds, attention by convention, what is not known."""
+    notes = []
+    if (more := len(costs.by_line()) - lines) > 0:
+        notes.append(f"… and {more} lines more")
     if costs.low != costs.high:
-        out.append(f"at least {costs.low}\nat most  {costs.high}")
+        notes += [f"at least {costs.low}", f"at most  {costs.high}"]
     if costs.compiled is not None:
         ran = costs.compiled
-        out.append(
+        notes.append(
             f"compiled, each device runs {number(ran.flops)}FLOP, moves {number(ran.bytes)}B"
         )
     if again := costs.recompute.flops:
-        out.append(f"of it recompute {number(again)}FLOP")
+        notes.append(f"of it recompute {number(again)}FLOP")
     for a, n in costs.attention:
         seen = "unknown, the mask reads arrays" if a.exact is None else number(a.exact * n)
-        out.append(
-            f"attention at {a.line}: full {number(a.full * n)}, "
+        notes.append(
+            f"attention at {short(a.line)}: full {number(a.full * n)}, "
             f"{'causal' if a.causal else 'not causal'} model convention {number(a.model * n)}, "
             f"exact {seen}, tiles that run {number(a.tiles * n)} FLOP"
         )
-    out += [f"{name} is how often the loop at {line} runs" for name, line in costs.trips.items()]
+    notes += [
+        f"{name} is how often the loop at {short(line)} runs" for name, line in costs.trips.items()
+    ]
     for name, found in costs.unknown.items():
-        out.append(f"no rule for `{name}` at {', '.join(found)}: 0 FLOPs counted")
-    return "\n".join(out)
+        notes.append(f"no rule for `{name}` at {', '.join(map(short, found))}: 0 FLOPs counted")
+    return notes

@@ -12,6 +12,7 @@ from functools import partial
 import jax
 
 from xform._compat import Jaxpr, JaxprEqn, Var
+from xform.jaxpr import carried
 from xform.lowering._tile_fn import primal
 from xform.primitives import cross_entropy, tile_sum
 from xform.primitives._choose import Device
@@ -59,17 +60,12 @@ def _mark_again(jaxpr: Jaxpr, fresh: Sequence[bool]) -> tuple[Jaxpr, list[bool]]
 
 
 def _mark_loop(eqn: JaxprEqn, body: Jaxpr, fresh: list[bool]) -> tuple[Jaxpr, list[bool]]:
-    """`_mark_again` of the body of a call or a scan, whose carry is fresh once a turn makes it so.
-
-    Scanned operands and results have a dimension more than their slices in the body.
-    """
-    same = lambda xs, ys: sum(x.aval.shape == y.aval.shape for x, y in zip(xs, ys, strict=True))
+    """`_mark_again` of the body of a call or a scan; its carry is fresh once a turn makes it so."""
     while True:
         marked, outs = _mark_again(body, fresh)
         if eqn.primitive.name != "scan":
             return marked, outs
-        carry = same(eqn.outvars, body.outvars)
-        start = same(eqn.invars, body.invars) - carry
+        start, carry = carried(eqn)
         before = fresh[start : start + carry]
         after = [a or b for a, b in zip(before, outs[:carry], strict=True)]
         if after == before:

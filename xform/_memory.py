@@ -19,6 +19,7 @@ from xform._amount import number
 from xform._buffers import Plan
 from xform._compat import Jaxpr, Literal
 from xform._program import Region, Value, merge, own_inputs, program, prune
+from xform._show import Table, page, short
 from xform.jaxpr._walk import trace
 
 
@@ -39,12 +40,12 @@ class Buffer:
     what: str
 
     def __str__(self) -> str:
-        return f"{number(self.bytes)}B  {self.type}  {self.what} at {self.line}"
+        return f"{number(self.bytes)}B  {self.type}  {self.what} at {short(self.line)}"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Memory:
-    """What `memory` returns: bytes on one device.
+    """What `memory` returns: bytes on one device. It prints as tables, as a notebook shows it.
 
     Attributes:
       peak: the most that is allocated at once: arguments, results and all between.
@@ -86,22 +87,36 @@ class Memory:
         """The n largest arrays at the peak, such as the errors of an allocator should list."""
         return self.at_peak[:n]
 
-    def __str__(self) -> str:
-        lines = [
-            f"peak {number(self.peak)}B at {self.peak_line}: arguments {number(self.arguments)}B, "
-            f"results {number(self.outputs)}B, donated {number(self.donated)}B, "
-            f"temporaries {number(self.temporaries)}B",
-            *(f"  {b}" for b in self.top()),
-        ]
+    def __repr__(self) -> str:
+        lines = [self._title(), *(f"  {b}" for b in self.top())]
         if self.residuals:
             lines.append(f"kept for the backward pass: {number(self.residual_bytes)}B")
             lines += [f"  {b}" for b in self.residuals[:5]]
-        if self.depends_on_schedule:
-            lines.append(
-                f"the schedule decides: up to {number(self.peak_otherwise)}B in another order of "
-                "the same operations; a `scan` over equal layers fixes the order"
-            )
-        return "\n".join(lines)
+        return "\n".join([*lines, *self._notes()])
+
+    def _repr_html_(self) -> str:
+        head = ("bytes", "type", "made by", "line")
+        row = lambda b: (f"{number(b.bytes)}B", b.type, b.what, short(b.line))
+        tables = [Table("The largest at the peak", head, [row(b) for b in self.top()])]
+        if self.residuals:
+            title = f"Kept for the backward pass: {number(self.residual_bytes)}B"
+            tables.append(Table(title, head, [row(b) for b in self.residuals[:5]]))
+        return page(self._title(), tables, self._notes())
+
+    def _title(self) -> str:
+        return (
+            f"peak {number(self.peak)}B at {short(self.peak_line)}: "
+            f"arguments {number(self.arguments)}B, results {number(self.outputs)}B, "
+            f"donated {number(self.donated)}B, temporaries {number(self.temporaries)}B"
+        )
+
+    def _notes(self) -> list[str]:
+        if not self.depends_on_schedule:
+            return []
+        return [
+            f"the schedule decides: up to {number(self.peak_otherwise)}B in another order of "
+            "the same operations; a `scan` over equal layers fixes the order"
+        ]
 
 
 def memory(

@@ -20,7 +20,7 @@ from jax.core import Tracer
 from xform._compat import Jaxpr, JaxprEqn, Literal
 from xform._lowered import AGAIN, lowered
 from xform.jaxpr._interpret import called
-from xform.jaxpr._walk import UNKNOWN, source_line
+from xform.jaxpr._walk import UNKNOWN, carried, source_line
 
 # Larger arrays are not computed for the sake of a report.
 _LARGE = 2**24
@@ -203,7 +203,7 @@ def merge(region: Region) -> Region:
             merge(inner)
             if node.name == "scan" and label == "body":
                 first: dict[Value, Value] = {}
-                start = carried(node).carry
+                start = carried(node.eqn).carry
                 for out, made_inside in zip(node.outs[start:], inner.outputs[start:], strict=True):
                     same[out] = first.setdefault(made_inside, out)
         if node.regions or node.eqn.effects:
@@ -306,36 +306,8 @@ def own_inputs(jaxpr: Jaxpr, region: Region) -> list[Value]:
     return region.inputs[len(jaxpr.consts) :]
 
 
-@dataclass(frozen=True)
-class Carried:
-    """How the operands and results of a scan or while divide: consts, carry, xs; carry, ys."""
-
-    consts: int
-    carry: int
-
-
-def carried(node: Node) -> Carried:
-    """The number of consts and of carried values of a loop.
-
-    A scanned operand has one dimension more than its slice in the body, whatever the parameters of
-    a scan are called in one version of JAX or another.
-    """
-    if node.name == "while":
-        consts = node.eqn.params["cond_nconsts"] + node.eqn.params["body_nconsts"]
-        return Carried(consts, len(node.ins) - consts)
-    region = node.regions["body"]
-    inside = own_inputs(node.eqn.params["jaxpr"], region)
-    whole = sum(_rank(x) == _rank(y) for x, y in zip(node.ins, inside, strict=True))
-    carry = sum(_rank(x) == _rank(y) for x, y in zip(node.outs, region.outputs, strict=True))
-    return Carried(whole - carry, carry)
-
-
-def _rank(value: Value) -> int:
-    return len(getattr(value.aval, "shape", ()))
-
-
 def _link_scan(node: Node) -> None:
-    n, region = carried(node), node.regions["body"]
+    n, region = carried(node.eqn), node.regions["body"]
     inside = own_inputs(node.eqn.params["jaxpr"], region)
     for i, (outer, inner) in enumerate(zip(node.ins, inside, strict=True)):
         kept = n.consts <= i < n.consts + n.carry and region.outputs[i - n.consts] is inner

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from xform._amount import number
 from xform._costs import Cost, Costs
 from xform._devices import Device, device
+from xform._show import Table, as_text, page, short
 
 
 class Utilisation(float):
@@ -128,9 +129,9 @@ class Bound:
         return float(self.cost.flops) / moved if moved else math.inf
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Roofline:
-    """What `roofline` returns.
+    """What `roofline` returns. It prints as a table, and shows itself in a notebook.
 
     Attributes:
       device: what it is about.
@@ -145,13 +146,20 @@ class Roofline:
         """The least time of a program whose lines run one after the other."""
         return sum(b.seconds for b in self.lines)
 
-    def __str__(self) -> str:
-        head = f"at least {self.seconds:.3g} s on {self.device.name} ({self.device.source})"
-        rows = [
-            f"{b.seconds:9.2e} s  {b.by:7}  {b.intensity:8.1f} FLOP/B  {b.line}"
-            for b in self.lines[:12]
-        ]
-        return "\n".join([head, *rows])
+    def __repr__(self) -> str:
+        return "\n".join([self._title(), as_text(self._table(), margin="")])
+
+    def _repr_html_(self) -> str:
+        return page(self._title(), [self._table()], [])
+
+    def _title(self) -> str:
+        return f"at least {self.seconds:.3g} s on {self.device.name} ({self.device.source})"
+
+    def _table(self) -> Table:
+        head = ("at best, s", "bound by", "FLOP/B", "line")
+        cells = lambda b: (f"{b.seconds:.2e}", b.by, f"{b.intensity:,.1f}", short(b.line))
+        rows = [cells(b) for b in self.lines[:12] if b.seconds]
+        return Table("", head, rows)
 
 
 def roofline(costs: Costs, device: Device | str | None = None) -> Roofline:

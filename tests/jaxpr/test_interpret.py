@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from xform.jaxpr import eqn_rule, interpret, trace
+from xform.jaxpr import carried, eqn_rule, interpret, trace
 
 X = jnp.asarray(np.random.default_rng(0).normal(size=8), jnp.float32)
 
@@ -52,6 +52,32 @@ def test_a_users_interval_arithmetic():
     f = lambda x, y: x * y - jnp.exp(x) + 1.0
     (out,) = interpret(trace(f, 1.0, 1.0), INTERVALS, lift=lift)(Interval(-1, 2), Interval(0, 3))
     assert out == Interval(-3 - math.exp(2) + 1, 6 - math.exp(-1) + 1)
+
+
+LOOPS = {
+    "scan of a carry": (lambda w, x: jax.lax.scan(lambda c, _: (c * w, None), x, length=3), (1, 1)),
+    "scan": (lambda w, x: jax.lax.scan(lambda c, y: (c * w, c + y), x, jnp.ones(3)), (1, 1)),
+    "scan of two": (
+        lambda w, x: jax.lax.scan(lambda c, y: ((c[0] * w, c[1] * y), y), (x, x), jnp.ones(3)),
+        (1, 2),
+    ),
+    "map": (lambda w, x: jax.lax.map(lambda y: w * y + x, jnp.ones(3)), (2, 0)),
+    "while": (lambda w, x: jax.lax.while_loop(lambda c: c < x, lambda c: c * w, x), (2, 1)),
+}
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_operands_of_a_loop_divide(name):
+    f, divided = LOOPS[name]
+    eqn = trace(f, 1.5, 2.5).eqns[-1]
+    assert eqn.primitive.name in ("scan", "while")
+    assert carried(eqn) == divided
+
+
+def test_what_is_no_loop_carries_nothing():
+    (eqn,) = trace(jnp.sin, 1.0).eqns
+    with pytest.raises(ValueError, match=r"`sin` \(at .*\) is neither"):
+        carried(eqn)
 
 
 def test_rule_of_a_loop_interprets_its_body():

@@ -3,17 +3,9 @@
 from typing import Any
 
 from xform._explain._measure import CLASSES
+from xform._show import axes
 
 _COLOURS = dict(zip(CLASSES, ("tab:blue", "tab:orange", "tab:red"), strict=True))
-
-
-def _axes(ax: Any, width: float | int, height: float | int) -> Any:
-    if ax is not None:
-        return ax
-    from matplotlib.figure import Figure
-
-    # A figure of its own, which no window manager keeps alive.
-    return Figure(figsize=(width, height), layout="constrained").subplots()
 
 
 def timeline(report: Any, ax: Any = None) -> Any:
@@ -22,7 +14,7 @@ def timeline(report: Any, ax: Any = None) -> Any:
         raise ValueError("the report has no run: call `explain(f)` on arrays, without a target")
     events = [event for event in report.run.events if event.kind in CLASSES]
     devices = sorted({event.device for event in events}, key=lambda d: (len(d), d))
-    ax = _axes(ax, 9, 1.2 + 0.35 * len(devices))
+    ax = axes(ax, 9, 1.2 + 0.35 * len(devices))
     for kind in CLASSES:
         for row, device in enumerate(devices):
             bars = [
@@ -45,7 +37,7 @@ def roofline(report: Any, ax: Any = None) -> Any:
     A line stands where it was measured; without a run, at the least time that its kernels take.
     """
     lines = [x for x in report.lines if x.work.total and x.read + x.written]
-    ax = _axes(ax, 7, 5)
+    ax = axes(ax, 7, 5)
     devices = report.program.module.partitions
     points = []
     for x in lines:

@@ -1,11 +1,10 @@
 """What a compiled program runs, by source line."""
 
-import html
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 from jax.stages import Compiled, Lowered
@@ -24,6 +23,7 @@ from xform._hlo import (
     read,
     total,
 )
+from xform._show import Table, as_text, page, short
 
 # Host time to start one kernel: alone, and as a node of a CUDA graph. Typical values, which a
 # machine may miss by half: published are 2 to 7 µs a launch, 0.6 µs a node. On a CPU, a call.
@@ -31,17 +31,9 @@ LAUNCH_SECONDS = {"gpu": (4e-6, 0.6e-6), "cpu": (0.5e-6, 0.5e-6)}
 
 
 _PAGE = """<!doctype html><meta charset="utf-8"><title>xform.explain</title>
-<style>body {{font: 14px sans-serif}} td, th {{padding: 2px 8px; white-space: nowrap}}</style>
+<style>body {{font: 14px sans-serif}}</style>
 {}
 """
-
-
-class Table(NamedTuple):
-    """A title, the names of the columns, and rows of text; the last column is words."""
-
-    title: str
-    head: Sequence[str]
-    rows: Sequence[Sequence[str]]
 
 
 @dataclass(frozen=True)
@@ -188,18 +180,16 @@ class Report:
         return [*self._notes_on_launches(), *self._notes_on_control(), *self._notes_on_run()]
 
     def __str__(self) -> str:
-        parts = [self._title(), *map(_as_text, self.tables()), "\n".join(self.notes())]
+        parts = [self._title(), *map(as_text, self.tables()), "\n".join(self.notes())]
         return "\n\n".join(parts)
 
     def _repr_html_(self) -> str:
-        notes = "".join(f"<li>{html.escape(note)}</li>" for note in self.notes())
-        tables = "".join(map(_as_html, self.tables()))
-        return f"<h4>{html.escape(self._title())}</h4>{tables}<ul>{notes}</ul>"
+        return page(self._title(), self.tables(), self.notes())
 
     def save(self, file: str | Path) -> None:
         """Writes the report: as a page if the name ends in `.html`, else as text."""
-        page = Path(file).suffix == ".html"
-        Path(file).write_text(_PAGE.format(self._repr_html_()) if page else f"{self}\n")
+        as_page = Path(file).suffix == ".html"
+        Path(file).write_text(_PAGE.format(self._repr_html_()) if as_page else f"{self}\n")
 
     def roofline(self, ax: Any = None) -> Any:
         """Draws each line's operations per byte and per second under the device's limits.
@@ -403,17 +393,6 @@ def _memory(compiled: Compiled) -> dict[str, int]:
 # ---- text ----------------------------------------------------------------------------------------
 
 
-def short(line: str) -> str:
-    """A line's file relative to the working directory, or its last two parts."""
-    file, colon, rest = line.partition(":")
-    path = Path(file)
-    if path.is_relative_to(Path.cwd()):
-        path = path.relative_to(Path.cwd())
-    elif len(path.parts) > 2:
-        path = Path(*path.parts[-2:])
-    return f"{path}{colon}{rest}"
-
-
 def _si(value: float | int) -> str:
     """A number to three digits with its prefix: `1.5 M`, `20 µ`."""
     if not value:
@@ -425,20 +404,3 @@ def _si(value: float | int) -> str:
         if abs(value) >= scale:
             return f"{value / (scale or 1e-9):.3g} {prefix}"
     return str(value)
-
-
-def _as_text(table: Table) -> str:
-    rows: Iterable[Sequence[str]] = [table.head, *table.rows]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    pad = lambda row: "  ".join(
-        text.rjust(width) for text, width in zip(row[:-1], widths, strict=False)
-    )
-    lines = [f"  {pad(row)}  {row[-1]}" for row in rows]
-    return "\n".join([table.title, *lines])
-
-
-def _as_html(table: Table) -> str:
-    cell = lambda tag, text: f'<{tag} style="text-align:right">{html.escape(text)}</{tag}>'
-    row = lambda tag, texts: f"<tr>{''.join(cell(tag, text) for text in texts)}</tr>"
-    body = "".join(row("td", texts) for texts in table.rows)
-    return f"<b>{html.escape(table.title)}</b><table>{row('th', table.head)}{body}</table>"

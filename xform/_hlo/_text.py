@@ -17,6 +17,8 @@ from typing import NamedTuple
 
 import jax
 
+from xform._show import named
+
 UNKNOWN = "unknown"
 
 _PACKAGES = tuple(str(Path(file).parent) for file in (jax.__file__, Path(__file__).parent))
@@ -317,7 +319,7 @@ def _frames(tables: Mapping[str, list[str]]) -> dict[int, tuple[str, str, int]]:
         frame = fields(row)
         place = places[frame["file_location_id"]]
         file = files[place["file_name_id"]]
-        line = f"{file}:{place.get('line', 0)} ({functions[place['function_name_id']]})"
+        line = f"{named(file)}:{place.get('line', 0)} ({functions[place['function_name_id']]})"
         # A parent is printed one higher than its number: 1 means that there is none.
         frames[number] = (line, file, frame.get("parent_frame_id", 1) - 1)
     return frames

@@ -3,12 +3,13 @@
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jaxtyping
 
 from xform._compat import Jaxpr, JaxprEqn, user_frames
+from xform._show import named
 
 UNKNOWN = "unknown"
 
@@ -118,13 +119,65 @@ def _labelled(value: Any, label: str) -> Iterator[tuple[str, Jaxpr]]:
                 yield from _labelled(item, f"{label}[{key}]")
 
 
+class Carried(NamedTuple):
+    """How the operands of a loop divide: first those of every turn, then the carry, then the rest.
+
+    Attributes:
+        consts: how many operands each turn reads as they are.
+        carry: how many values go from turn to turn. They are the first results, too.
+    """
+
+    consts: int
+    carry: int
+
+
+def carried(eqn: JaxprEqn) -> Carried:
+    """Returns how the operands of a `scan` or a `while` divide.
+
+    The operands of a scan are consts, carry and what is scanned over; its results the carry and
+    what is stacked. Those of a while are the consts of its condition and of its body, and the
+    carry. Versions of JAX write this down differently; so the rule of a loop asks here:
+
+    >>> from xform.jaxpr import carried, interpret, eqn_rule, trace
+    >>> def scan(eqn, *args):
+    ...     (n, m), body = carried(eqn), interpret(eqn.params["jaxpr"], rules)
+    ...     consts, carry = args[:n], args[n : n + m]
+    ...     for _ in range(eqn.params["length"]):
+    ...         carry = body(*consts, *carry)
+    ...     return carry
+    >>> rules = {"mul": lambda a, b, **_: a * b, "scan": eqn_rule(scan)}
+    >>> f = lambda x, y: jax.lax.scan(lambda c, _: (c * x, None), y, length=3)[0]
+    >>> interpret(f, rules)(2, 5)
+    40
+
+    Raises:
+        ValueError: if the equation is no loop.
+    """
+    params = eqn.params
+    if eqn.primitive.name == "while":
+        consts = params["cond_nconsts"] + params["body_nconsts"]
+        return Carried(consts, len(eqn.invars) - consts)
+    if eqn.primitive.name != "scan":
+        raise ValueError(
+            f"`carried` is of a `scan` or a `while`, and `{eqn.primitive.name}` (at "
+            f"{source_line(eqn)}) is neither."
+        )
+    body = params["jaxpr"]
+    rank = lambda var: len(getattr(var.aval, "shape", ()))
+    # What is scanned over, or stacked, has one dimension more than its slice in the body.
+    whole = sum(rank(x) == rank(y) for x, y in zip(eqn.invars, body.invars, strict=True))
+    carry = sum(rank(x) == rank(y) for x, y in zip(eqn.outvars, body.outvars, strict=True))
+    return Carried(whole - carry, carry)
+
+
 def source_line(eqn: JaxprEqn) -> str:
     """Returns the user's line that made an equation, as `"file:line (function)"`.
 
-    Frames of JAX and of xform are skipped. Where JAX recorded no other, the answer is `"unknown"`:
-    in `lax.map(jnp.sin, x)` no line of the user's made the sine.
+    In a notebook the file is the cell, `"In[3]:2 (f)"`. Frames of JAX and of xform are skipped.
+    Where JAX recorded no other, the answer is `"unknown"`: in `lax.map(jnp.sin, x)` no line of the
+    user's made the sine.
     """
     for frame in user_frames(eqn.source_info.traceback):
         if not frame.file_name.startswith(_NOT_THE_USERS):
-            return f"{frame.file_name}:{frame.start_line} ({frame.function_name})"
+            return f"{named(frame.file_name)}:{frame.start_line} ({frame.function_name})"
     return UNKNOWN

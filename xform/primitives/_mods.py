@@ -23,6 +23,7 @@ from jax.core import ShapedArray
 from jax.interpreters import partial_eval as pe
 
 from xform._compat import Jaxpr, JaxprEqn, Literal, Var
+from xform._show import named
 from xform.jaxpr import eqn_rule, intern, interpret, source_line, sub_jaxprs, walk
 from xform.lowering._spec import Read
 from xform.primitives._rules import join_axes
@@ -335,7 +336,7 @@ def _called(mod: Callable) -> str:
     function = inspect.unwrap(mod)
     code = getattr(function, "__code__", None)
     name = f"`{getattr(function, '__name__', mod)}`"
-    return f"{name} ({code.co_filename}:{code.co_firstlineno})" if code else name
+    return f"{name} ({named(code.co_filename)}:{code.co_firstlineno})" if code else name
 
 
 def _check_signature(name: str, mod: Callable, arguments: str) -> None:

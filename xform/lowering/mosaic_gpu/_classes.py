@@ -13,7 +13,7 @@ from jax import lax
 from jax.core import ShapedArray, Tracer
 
 from xform._compat import Jaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
-from xform.jaxpr import eqn_rule, interpret
+from xform.jaxpr import carried, eqn_rule, interpret
 
 # Steps of a loop that are written out.
 _UNROLLED = 64
@@ -96,10 +96,7 @@ def flatten(jaxpr: Jaxpr) -> Jaxpr:
         if eqn.params["length"] > _UNROLLED:
             return _bind(eqn, *args)
         inner, ys = eqn.params["jaxpr"], []
-        # What is scanned, and stacked, has one dimension more outside.
-        same = lambda x, y: aval_of(x).ndim == aval_of(y).ndim
-        carries = sum(map(same, eqn.outvars, inner.outvars))
-        consts = sum(map(same, eqn.invars, inner.invars)) - carries
+        consts, carries = carried(eqn)
         body = jaxpr_as_fun(inner)
         fixed, carry, xs = args[:consts], args[consts : consts + carries], args[consts + carries :]
         steps = range(eqn.params["length"])

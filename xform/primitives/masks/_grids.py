@@ -122,7 +122,8 @@ def tiled(shape: Sizes, tile: Sizes) -> np.ndarray:
 
     `x[:, order]` puts a row-major sequence into this order, `y[:, jnp.argsort(order)]` takes a
     result back. With patches of as many points as a tile of attention has, a wide neighborhood
-    meets fewer tiles than in row-major order: of 64 x 64 points, half as many for a window of 17.
+    meets fewer tiles than in row-major order: of 64 x 64 points in tiles of 64, about half as many
+    for a window of 17; of larger grids still fewer.
 
     Args:
       shape: the grid's.

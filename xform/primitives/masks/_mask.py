@@ -35,7 +35,7 @@ class Mask(Mod):
     def __bool__(self) -> bool:
         raise TypeError(
             f"{self!r} is neither true nor false: combine masks with `&`, `|` and `~`, not with "
-            "`and`, `or` and `not`."
+            "`and`, `or` and `not`; whether there is one, ask `mask is not None`."
         )
 
     def show(self, queries: int, keys: int | None = None, **options):

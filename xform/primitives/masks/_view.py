@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from xform._compat import jaxpr_as_fun
+from xform._show import axes
 from xform.lowering._spec import EMPTY, FULL, PARTIAL
 from xform.primitives._mods import take_apart
 from xform.primitives._objects import Shape
@@ -111,11 +112,9 @@ class MaskView:
           The axes; `.figure.savefig(path)` keeps them.
         """
         from matplotlib.colors import to_rgb
-        from matplotlib.figure import Figure
         from matplotlib.patches import Patch
 
-        if ax is None:
-            ax = Figure(figsize=(6, 6.6), layout="constrained").subplots()
+        ax = axes(ax, 6, 6.6)
         colour = {code: np.array(to_rgb(c)) for code, c in _COLOURS.items()}
         image = np.stack([colour[code] for code in (EMPTY, PARTIAL, FULL)])[self.kinds]
         # The fuller a partial tile is, the stronger its colour.
@@ -141,7 +140,12 @@ class MaskView:
             for code, name in _NAMES.items()
         ]
         ax.legend(
-            handles=labels, loc="upper center", bbox_to_anchor=(0.5, -0.08), ncols=3, frameon=False
+            handles=labels,
+            loc="upper center",
+            bbox_to_anchor=(0.5, 0),
+            borderaxespad=4,  # in heights of the font: below the label of the axis
+            ncols=3,
+            frameon=False,
         )
         return ax
 
