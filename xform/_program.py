@@ -54,7 +54,8 @@ class Value:
         self.aval = aval = getattr(aval, "inner_aval", aval)
         self.size = math.prod(getattr(aval, "shape", ()))
         dtype = getattr(aval, "dtype", None)
-        self.bytes = 0 if dtype is None else self.size * dtype.itemsize
+        on_host = getattr(aval, "memory_space", None) is jax.memory.Space.Host
+        self.bytes = 0 if dtype is None or on_host else self.size * dtype.itemsize
         self.node = node
         self.known = known
         self.same_as: Value | None = None

@@ -1,0 +1,191 @@
+"""A budget: of all plans worth trying the fastest whose peak is within it.
+
+The plans are the same for every budget, and so are their peaks, which `xform.memory` finds for the
+whole program as it will run. Taking the first, from the fastest on, that fits makes a smaller
+budget never need more: if it takes another plan, then because the first needs more than it allows.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from xform._compat import Jaxpr, Var, weakref_lru_cache
+from xform._memory import Memory, memory_of
+from xform._remat._cut import Cut, Settings
+from xform._remat._halves import Halves
+from xform._remat._jaxprs import build, renamed, substitute
+from xform._remat._plans import Inner
+from xform._remat._primitive import linear_p
+from xform._remat._regions import Choice, Divide
+from xform.jaxpr import walk
+
+type Budget = int | float | str
+
+
+class BudgetError(ValueError):
+    """No plan needs as little as the budget.
+
+    Attributes:
+      least: the bytes that the smallest plan needs.
+    """
+
+    def __init__(self, message: str, least: int = 0):
+        super().__init__(message)
+        self.least = least
+
+
+@dataclass(frozen=True)
+class Outer:
+    """The plan of what the user calls `remat` on.
+
+    Attributes:
+      budget: see `remat`.
+      settings: what may run again, and what is kept.
+    """
+
+    budget: Budget
+    settings: Settings
+
+    def halves(self, jaxpr: Jaxpr, active: tuple[bool, ...]) -> Halves:
+        return search(jaxpr, active, self.settings).within(self.budget).halves
+
+    def grown(self, before: int) -> Outer:
+        del before
+        return self
+
+
+@dataclass(frozen=True, eq=False)
+class Candidate:
+    """One plan for a whole program.
+
+    Attributes:
+      choice: what was tried.
+      halves: the two programs.
+    """
+
+    choice: Choice
+    halves: Halves
+
+    @cached_property
+    def program(self) -> Jaxpr:
+        """Results and gradients in one, as it runs."""
+        joint = self.halves.joint
+        first = renamed(self.halves.forward)
+        second, _ = self.halves.backward((False,) * sum(joint.varying))
+        second = renamed(second)
+        n, given = len(joint.outputs), dict(zip(joint.inputs, first.invars, strict=True))
+        made = iter(first.outvars[n:])
+        saved = [given[v] if v in given else next(made) for v in self.halves.saved]
+        names = dict(zip(second.invars, saved, strict=False))
+        after = [substitute(eqn, names) for eqn in second.eqns]
+        outs = [names.get(v, v) if isinstance(v, Var) else v for v in second.outvars]
+        consts = dict(zip(first.constvars, first.consts, strict=True))
+        consts |= dict(zip(second.constvars, second.consts, strict=True))
+        cotangents = second.invars[len(saved) :]
+        whole = build(
+            [*consts, *first.invars, *cotangents], [*first.outvars[:n], *outs],
+            [*first.eqns, *after],
+        )  # fmt: skip
+        return whole.with_consts(list(consts.values()))
+
+    @cached_property
+    def memory(self) -> Memory:
+        """What it needs where a compiler orders for memory, as accelerators' do."""
+        return memory_of(self.program, device="accelerator")
+
+    @property
+    def peak(self) -> int:
+        """Bytes beyond arguments and results, in the order that needs more."""
+        found = self.memory
+        return found.temporaries + max(0, found.peak_otherwise - found.peak)
+
+
+@dataclass(eq=False)
+class Search:
+    """The plans of one program."""
+
+    jaxpr: Jaxpr
+    active: tuple[bool, ...]
+    settings: Settings
+    _tried: dict[Choice, Candidate] = field(default_factory=dict)
+
+    def candidate(self, choice: Choice) -> Candidate:
+        if choice not in self._tried:
+            free = [True] * len(self.jaxpr.invars)
+            divided, is_row = Divide(self.settings, choice).whole(self.jaxpr, free)
+            settings = None if is_row else Settings(
+                self.settings.again, tuple(free), loops=False, offload=self.settings.offload
+            )  # fmt: skip
+            plan = Inner(choice.price, settings)
+            self._tried[choice] = Candidate(choice, plan.halves(divided, self.active))
+        return self._tried[choice]
+
+    @cached_property
+    def fastest(self) -> Candidate:
+        return self.candidate(Choice(math.inf))
+
+    @cached_property
+    def candidates(self) -> list[Candidate]:
+        """All plans, from the fastest on."""
+        prices = self._prices()
+        choices = [Choice(p) for p in prices]
+        choices += [Choice(math.inf, levels=2), Choice(0.0, levels=2), Choice(0.0, levels=3)]
+        return [self.candidate(choice) for choice in choices]
+
+    def _prices(self) -> list[float]:
+        """One price between any two at which a region changes its mind."""
+        known = {math.inf}
+        for cuts in self._frontiers():
+            known.update(cut.below for cut in cuts)
+        edges = sorted(known, reverse=True)[1:]
+        between = [math.sqrt(a * b) for a, b in zip(edges, edges[1:], strict=False)]
+        return [math.inf, *between, 0.0] if edges else [math.inf]
+
+    def _frontiers(self) -> list[list[Cut]]:
+        """Those of all regions of the program."""
+        found = []
+        todo = [self.fastest.halves]
+        seen = set()
+        while todo:
+            halves = todo.pop()
+            for site in walk(halves.joint.linear):
+                if site.eqn.primitive is linear_p and site.eqn.params["linear"] not in seen:
+                    seen.add(site.eqn.params["linear"])
+                    todo.append(site.eqn.params["linear"])
+            if halves.cuts:
+                found.append(halves.cuts)
+        return found
+
+    def within(self, budget: Budget) -> Candidate:
+        """The fastest plan within a budget."""
+        if budget == "all":
+            return self.fastest
+        if budget == "none":
+            return min(self.candidates, key=lambda c: c.peak)
+        least = min(c.peak for c in self.candidates)
+        if isinstance(budget, float):
+            budget = int(least + budget * max(0, self.fastest.peak - least))
+        assert isinstance(budget, int)
+        for candidate in self.candidates:
+            if candidate.peak <= budget:
+                return candidate
+        raise BudgetError(self._too_small(budget), least)
+
+    def _too_small(self, budget: int) -> str:
+        best = min(self.candidates, key=lambda c: c.peak)
+        top = [b for b in best.memory.at_peak if b.line != "argument"][:5]
+        lines = "".join(f"\n  {b}" for b in top)
+        return (
+            f"`budget={budget:,}`: the least that a plan needs beside arguments and results is "
+            f"{best.peak:,} bytes, at {best.memory.peak_line}:{lines}\n"
+            f"Raise the budget to that, let more kinds of work run again (`again=`), or split the "
+            "program into more layers."
+        )
+
+
+@weakref_lru_cache
+def search(jaxpr: Jaxpr, active: tuple[bool, ...], settings: Settings) -> Search:
+    """The plans of a program, found once."""
+    return Search(jaxpr, active, settings)
