@@ -15,6 +15,7 @@ from xform._compat import Jaxpr, Var, weakref_lru_cache
 from xform._memory import Memory, memory_of
 from xform._remat._cut import Cut, Settings
 from xform._remat._halves import Halves
+from xform._remat._kinds import nbytes
 from xform._remat._jaxprs import build, renamed, substitute
 from xform._remat._plans import Inner
 from xform._remat._primitive import linear_p
@@ -22,6 +23,10 @@ from xform._remat._regions import Choice, Divide
 from xform.jaxpr import walk
 
 type Budget = int | float | str
+
+# Of what is needed at once besides what is saved, the part that XLA may need more than is foreseen:
+# for copies in another layout, and for the parts of sums that it splits.
+_UNKNOWN = 0.25
 
 
 class BudgetError(ValueError):
@@ -95,16 +100,24 @@ class Candidate:
         """What it needs where a compiler orders for memory, as accelerators' do."""
         return memory_of(self.program, device="accelerator")
 
-    @property
+    @cached_property
+    def saved_bytes(self) -> int:
+        """What the forward pass makes for the backward, on one device."""
+        inputs = set(self.halves.joint.inputs)
+        kept = (v for v in self.halves.saved if v not in inputs)
+        return sum(nbytes(v) for v in kept if v not in self.halves.cut.hosted)
+
+    @cached_property
     def peak(self) -> int:
         """Bytes beyond arguments and results, in the order that needs more."""
         found = self.memory
-        return found.temporaries + max(0, found.peak_otherwise - found.peak)
+        most = found.temporaries + max(0, found.peak_otherwise - found.peak)
+        return most + int(_UNKNOWN * max(0, most - self.saved_bytes))
 
 
 @dataclass(eq=False)
 class Search:
-    """The plans of one program."""
+    """The plans of one program, for the tangents of its active inputs."""
 
     jaxpr: Jaxpr
     active: tuple[bool, ...]

@@ -183,7 +183,7 @@ class _Again:
 
     def _append(self, eqns: Sequence[JaxprEqn], late: Var | None) -> None:
         made = {v for eqn in eqns for v in eqn.outvars}
-        if self.halves.barrier and late is not None and any(map(kind_of, eqns)):
+        if late is not None and any(map(kind_of, eqns)):
             if self.heavy:
                 self._tie(eqns, made, late)
             self.heavy = True
