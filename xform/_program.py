@@ -210,7 +210,8 @@ def merge(region: Region) -> Region:
         if node.regions or node.eqn.effects:
             continue
         ins = tuple(
-            v if v.known is None or v.size > 1 else repr((v.aval, v.known)) for v in node.ins
+            v if v.known is None or v.size > 1 else (v.aval, np.asarray(v.known).tobytes())
+            for v in node.ins
         )
         try:
             twin = made.setdefault((node.eqn.primitive, ins, *node.eqn.params.items()), node)

@@ -44,7 +44,8 @@ class _Remat:
         `again` lists the kinds that a budget may repeat; what is not in it never runs twice.
 
         Args:
-          f: a function of pytrees of arrays. Leaves that are no arrays or numbers are constants.
+          f: a function of pytrees of arrays. Leaves that are neither arrays nor floats are
+            part of the program, as Python's ints and bools are.
           budget: how many bytes value and gradients may need at once beside arguments and results,
             by `xform.memory` (XLA's `temp_size_in_bytes`); "all" to repeat no work, "none" for the
             least that a plan needs, a float from 0.0 to 1.0 for what lies between these two. Or a
@@ -144,7 +145,7 @@ def _checked(budget: Any) -> Budget:
 
 
 class _traced:
-    """The program of a call: its arrays and numbers are arguments, the rest is part of it."""
+    """The program of a call: its arrays and floats are arguments, the rest is part of it."""
 
     def __init__(self, f: Callable, args: tuple, kwargs: dict):
         leaves, tree = jax.tree.flatten_with_path((args, kwargs))
@@ -171,4 +172,4 @@ class _traced:
 
 
 def _is_array(x: Any) -> bool:
-    return (hasattr(x, "shape") and hasattr(x, "dtype")) or isinstance(x, int | float | complex)
+    return (hasattr(x, "shape") and hasattr(x, "dtype")) or isinstance(x, float | complex)

@@ -8,7 +8,7 @@ budget never need more: if it takes another plan, then because the first needs m
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from xform._compat import Jaxpr, Var, weakref_lru_cache
@@ -19,7 +19,7 @@ from xform._remat._kinds import nbytes
 from xform._remat._jaxprs import build, renamed, substitute
 from xform._remat._plans import Inner
 from xform._remat._primitive import linear_p
-from xform._remat._regions import Choice, Divide
+from xform._remat._regions import ROW, Choice, Divide, row
 from xform.jaxpr import walk
 
 type Budget = int | float | str
@@ -27,6 +27,8 @@ type Budget = int | float | str
 # Of what is needed at once besides what is saved, the part that XLA may need more than is foreseen:
 # for copies in another layout, and for the parts of sums that it splits.
 _UNKNOWN = 0.25
+# Steps between two plans for a row of layers.
+_STEPS = 4
 
 
 class BudgetError(ValueError):
@@ -112,7 +114,20 @@ class Candidate:
         """Bytes beyond arguments and results, in the order that needs more."""
         found = self.memory
         most = found.temporaries + max(0, found.peak_otherwise - found.peak)
+        most = max(most, self._at_least)
         return most + int(_UNKNOWN * max(0, most - self.saved_bytes))
+
+
+    @property
+    def _at_least(self) -> int:
+        """What is saved, but for what finds room where the results will be."""
+        joint = self.halves.joint
+        gradients = (v for v, moves in zip(joint.inputs, joint.active, strict=True) if moves)
+        return self.saved_bytes - sum(map(nbytes, [*joint.outputs, *gradients]))
+
+    def fits(self, budget: int) -> bool:
+        """Whether it needs no more; what it saves may say so before all else is known."""
+        return self._at_least <= budget and self.peak <= budget
 
 
 @dataclass(eq=False)
@@ -140,12 +155,30 @@ class Search:
         return self.candidate(Choice(math.inf))
 
     @cached_property
+    def choices(self) -> list[Choice]:
+        """What is tried, from the fastest on."""
+        prices = self._prices()
+        together = [(math.inf, 2), (0.0, 2), (0.0, 3)] if self.divided else []
+        return [*map(Choice, prices), *(Choice(price, levels=n) for price, n in together)]
+
+    @cached_property
+    def divided(self) -> int:
+        """How many layers stand in a row; 1 for none that do, 0 where there is no loop either."""
+        loops = any(s.eqn.primitive.name == "scan" for s in walk(self.jaxpr))
+        return max(len(row(self.jaxpr)), int(loops))
+
+    @property
     def candidates(self) -> list[Candidate]:
         """All plans, from the fastest on."""
-        prices = self._prices()
-        choices = [Choice(p) for p in prices]
-        choices += [Choice(math.inf, levels=2), Choice(0.0, levels=2), Choice(0.0, levels=3)]
-        return [self.candidate(choice) for choice in choices]
+        return [self.candidate(choice) for choice in self.choices]
+
+    def _finer(self, fast: Choice, small: Choice) -> list[Choice]:
+        """Between two plans for a row of layers: those where the first layers follow the second."""
+        n = len(row(self.jaxpr))
+        if n < ROW or fast.levels != small.levels:
+            return []
+        steps = dict.fromkeys(n * i // _STEPS for i in range(1, _STEPS))
+        return [replace(fast, early=k, early_price=small.price) for k in steps if k]
 
     def _prices(self) -> list[float]:
         """One price between any two at which a region changes its mind."""
@@ -171,23 +204,34 @@ class Search:
                 found.append(halves.cuts)
         return found
 
+    @cached_property
+    def least(self) -> Candidate:
+        """The plan that needs least."""
+        return min(self.candidates, key=lambda c: c.peak)
+
     def within(self, budget: Budget) -> Candidate:
         """The fastest plan within a budget."""
         if budget == "all":
             return self.fastest
         if budget == "none":
-            return min(self.candidates, key=lambda c: c.peak)
-        least = min(c.peak for c in self.candidates)
+            return self.least
         if isinstance(budget, float):
+            least = self.least.peak
             budget = int(least + budget * max(0, self.fastest.peak - least))
         assert isinstance(budget, int)
-        for candidate in self.candidates:
-            if candidate.peak <= budget:
-                return candidate
-        raise BudgetError(self._too_small(budget), least)
+        before = None
+        for choice in self.choices:
+            if (found := self.candidate(choice)).fits(budget):
+                finer = self._finer(before, choice) if before else []
+                between = map(self.candidate, finer)
+                # One that needs less than the slower plan would break the order of budgets.
+                better = (c for c in between if c.fits(budget) and c.peak >= found.peak)
+                return next(better, found)
+            before = choice
+        raise BudgetError(self._too_small(budget), self.least.peak)
 
     def _too_small(self, budget: int) -> str:
-        best = min(self.candidates, key=lambda c: c.peak)
+        best = self.least
         top = [b for b in best.memory.at_peak if b.line != "argument"][:5]
         lines = "".join(f"\n  {b}" for b in top)
         return (

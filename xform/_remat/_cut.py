@@ -190,7 +190,7 @@ def frontier(joint: Joint, settings: Settings) -> list[Cut]:
     fast = graph.cut(math.inf)
     if not graph.priced:
         return [fast]
-    small = graph.cut(0)
+    small = graph.cut(0.0)
     hull = _hull(graph, fast, small)
     found = [hull[0]]
     for before, after in itertools.pairwise(hull):
@@ -224,7 +224,7 @@ def _between(graph: Graph, fast: Cut, small: Cut) -> list[Cut]:
     if not 2 <= len(differ) <= _FEW:
         return []
     tried = [
-        graph.cut(0, both | set(some))
+        graph.cut(0.0, both | set(some))
         for n in range(1, len(differ))
         for some in itertools.combinations(differ, n)
     ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
+import numpy as np
 from jax.interpreters import partial_eval
 
 from xform._compat import DebugInfo, Jaxpr, JaxprEqn, Literal, Var, wrap_init
@@ -97,7 +98,7 @@ class _Flat:
 def _identity(atom: Atom) -> object:
     if not isinstance(atom, Literal):
         return atom
-    return repr(atom.val), atom.aval if atom.aval.shape == () else id(atom.val)
+    return atom.aval, np.asarray(atom.val).tobytes()
 
 
 def _within(scope: Sequence, stack):

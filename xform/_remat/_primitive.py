@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +26,7 @@ linear_p = Primitive("remat_linear")
 linear_p.multiple_results = True
 
 
+@runtime_checkable
 class Plan(Protocol):
     """What a region does when it is differentiated; hashable."""
 
@@ -99,6 +100,7 @@ def _region_batch(axis_data, args, dims, *, call_jaxpr: Jaxpr, plan: Plan):
 # ---- linear --------------------------------------------------------------------------------------
 
 
+@runtime_checkable
 class Linear(Protocol):
     """A linear map of tangents, given what was saved; `Halves` are one.
 

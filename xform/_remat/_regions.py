@@ -27,7 +27,7 @@ from xform._remat._primitive import Plan, evaluate, region, region_p
 from xform.jaxpr import intern
 
 # A row of fewer layers is planned as a whole.
-_ROW = 4
+ROW = 4
 # What so many regions of a row read lies there for all of them.
 _COMMON = 3
 
@@ -60,7 +60,7 @@ class Divide:
         jaxpr = self.inner(jaxpr, free, self.choice.levels)
         known = {v for v, f in zip(jaxpr.invars, free, strict=True) if f}
         parts = row(jaxpr)
-        if len(parts) < _ROW:
+        if len(parts) < ROW:
             return jaxpr, False
         return self._row(jaxpr, parts, known), True
 

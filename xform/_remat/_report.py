@@ -20,6 +20,7 @@ from xform.jaxpr import source_line, walk
 
 
 _BODIES = ("scan", "cond", "shard_map")
+_TOP = "the program"
 
 
 @dataclass(frozen=True)
@@ -111,7 +112,7 @@ def report_of(jaxpr: Jaxpr, plan: Outer, paths: Sequence[str]) -> Report:
     saved: dict[tuple, Value] = {}
     again: dict[tuple, Value] = {}
     inputs = dict(zip(candidate.halves.joint.inputs, paths, strict=True))
-    for halves, times, within in _nested(candidate.halves, within="the program"):
+    for halves, times, within in _nested(candidate.halves, within=_TOP):
         _tell(halves, times, within, saved, again)
     read = [v for v in candidate.halves.saved if v in inputs]
     arguments = [
@@ -147,9 +148,9 @@ def _tell(halves: Halves, times: int, within: str, saved: dict, again: dict) -> 
         eqn = maker.get(v)
         if v in halves.cut.stays or (eqn is not None and eqn.primitive.name in _BODIES):
             continue  # in the memory of what is outside, or told of the region inside
-        if eqn is None:
+        if eqn is None and within != _TOP:
             _add(saved, v, "carry", within, times, None)
-        else:
+        elif eqn is not None:
             at = (eqn.primitive.name, source_line(eqn), times, kind_of(eqn))
             _add(saved, v, *at, on_host=v in halves.cut.hosted)
     for eqn in halves.cut.again:
@@ -160,10 +161,10 @@ def _tell(halves: Halves, times: int, within: str, saved: dict, again: dict) -> 
 def _add(
     found: dict, v: Var, what: str, line: str, times: int, kind: str | None, *, on_host: bool = False
 ) -> None:
-    if (v, what, line) in found:
-        times += found[v, what, line].times
     type_ = v.aval.str_short(short_dtypes=True)
-    found[v, what, line] = Value(nbytes(v) * times, type_, what, line, times, kind, on_host)
+    if (known := found.get((what, line, type_))) is not None:
+        times += known.times
+    found[what, line, type_] = Value(nbytes(v) * times, type_, what, line, times, kind, on_host)
 
 
 def _curve(candidate: Candidate) -> tuple[tuple[int, str], ...]:
