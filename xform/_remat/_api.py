@@ -47,9 +47,11 @@ class _Remat:
           f: a function of pytrees of arrays. Leaves that are neither arrays nor floats are
             part of the program, as Python's ints and bools are.
           budget: how many bytes value and gradients may need at once beside arguments and results,
-            by `xform.memory` (XLA's `temp_size_in_bytes`); "all" to repeat no work, "none" for the
-            least that a plan needs, a float from 0.0 to 1.0 for what lies between these two. Or a
-            budget for each of some `jax.named_scope`s, of what stands in it alone, one run of it.
+            as XLA's `temp_size_in_bytes` counts them; a float for what lies between the least of
+            all plans, 0.0, and that of "all", 1.0. "all" repeats no work. "none" saves nothing
+            that may run again: layers and iterations start from their inputs. Or budgets by the
+            names of `jax.named_scope`s, each for the bytes that one run of such a region saves;
+            all else is as with "all".
           again: of "products", "kernels" (all that no table knows; loops), "reductions", "random"
             bits and "collectives".
           offload: names of values (`jax.ad_checkpoint.checkpoint_name`) that are kept in the
@@ -124,7 +126,7 @@ class _Plan:
         self.settings = Settings(again, (), offload=offload)
         named = budget if isinstance(budget, Mapping) else {}
         self.whole = Outer("all" if named else _checked(budget), self.settings)
-        self.named = {name: Outer(_checked(b), self.settings) for name, b in named.items()}
+        self.named = {name: Outer(_checked(b), self.settings, named=True) for name, b in named.items()}
 
     def program(self, jaxpr: Jaxpr) -> Jaxpr:
         """The program with its named regions."""

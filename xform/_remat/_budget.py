@@ -11,6 +11,7 @@ import math
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
+from xform._amount import number
 from xform._compat import Jaxpr, Var, weakref_lru_cache
 from xform._memory import Memory, memory_of
 from xform._remat._cut import Cut, Settings
@@ -20,7 +21,7 @@ from xform._remat._jaxprs import build, renamed, substitute
 from xform._remat._plans import Inner
 from xform._remat._primitive import linear_p
 from xform._remat._regions import ROW, Choice, Divide, row
-from xform.jaxpr import walk
+from xform.jaxpr import source_line, walk
 
 type Budget = int | float | str
 
@@ -49,14 +50,17 @@ class Outer:
 
     Attributes:
       budget: see `remat`.
-      settings: what may run again, and what is kept.
+      settings: what may run again, and what the host keeps.
+      named: whether it is a region by name, whose budget is for what it saves.
     """
 
     budget: Budget
     settings: Settings
+    named: bool = False
 
     def halves(self, jaxpr: Jaxpr, active: tuple[bool, ...]) -> Halves:
-        return search(jaxpr, active, self.settings).within(self.budget).halves
+        plans = search(jaxpr, active, self.settings)
+        return (plans.saving if self.named else plans.within)(self.budget).halves
 
     def grown(self, before: int) -> Outer:
         del before
@@ -209,12 +213,22 @@ class Search:
         """The plan that needs least."""
         return min(self.candidates, key=lambda c: c.peak)
 
+    def saving(self, budget: Budget) -> Candidate:
+        """The fastest plan that saves so much."""
+        if isinstance(budget, str):
+            return self.within(budget)
+        plans = [self.candidate(Choice(price)) for price in self._prices()]
+        least = min(c.saved_bytes for c in plans)
+        if isinstance(budget, float):
+            budget = int(least + budget * (self.fastest.saved_bytes - least))
+        if fits := next((c for c in plans if c.saved_bytes <= budget), None):
+            return fits
+        raise BudgetError(self._saves_more(budget, least), least)
+
     def within(self, budget: Budget) -> Candidate:
         """The fastest plan within a budget."""
-        if budget == "all":
-            return self.fastest
-        if budget == "none":
-            return self.least
+        if isinstance(budget, str):
+            return {"all": self.fastest, "none": self.candidate(Choice(0.0))}[budget]
         if isinstance(budget, float):
             least = self.least.peak
             budget = int(least + budget * max(0, self.fastest.peak - least))
@@ -229,6 +243,21 @@ class Search:
                 return next(better, found)
             before = choice
         raise BudgetError(self._too_small(budget), self.least.peak)
+
+    def _saves_more(self, budget: int, least: int) -> str:
+        halves = self.candidate(Choice(0.0)).halves
+        maker = halves.joint.maker()
+        made = sorted((v for v in halves.saved if v in maker), key=lambda v: -nbytes(v))[:5]
+        lines = "".join(
+            f"\n  {number(nbytes(v))}B  {v.aval.str_short(short_dtypes=True)}  "
+            f"{maker[v].primitive.name} at {source_line(maker[v])}"
+            for v in made
+        )
+        return (
+            f"`budget={budget:,}` for a named region: the least that it saves is {least:,} "
+            f"bytes:{lines}\nRaise the budget to that, or let more kinds of work run again "
+            "(`again=`)."
+        )
 
     def _too_small(self, budget: int) -> str:
         best = self.least

@@ -183,19 +183,23 @@ class Graph:
 def frontier(joint: Joint, settings: Settings) -> list[Cut]:
     """Returns the choices worth making, from the fastest to the smallest.
 
-    Those that are best at some price, and between two of them those that beat the straight line's
-    neighbours nowhere but fit a budget that neither does.
+    Those that are best at some price; and between two of these, which differ by much, others that
+    no price finds: the best of all there are where little work has a price, as in a knapsack.
     """
     graph = Graph(joint, settings)
     fast = graph.cut(math.inf)
     if not graph.priced:
         return [fast]
-    small = graph.cut(0.0)
-    hull = _hull(graph, fast, small)
+    hull = _hull(graph, fast, graph.cut(0.0))
+    if len(graph.priced) <= _FEW:
+        more = _some_of(graph, set(), graph.priced)
+    else:
+        more = [cut for pair in itertools.pairwise(hull) for cut in _between(graph, *pair)]
     found = [hull[0]]
     for before, after in itertools.pairwise(hull):
         slope = (before.bytes - after.bytes) / (after.flops - before.flops)
-        steps = [*_between(graph, before, after), after]
+        inside = [cut for cut in more if after.bytes < cut.bytes < before.bytes]
+        steps = _undominated([before, *inside, after])[1:]
         for i, cut in enumerate(steps):
             below = slope * (1 + 1e-6 * (len(steps) - 1 - i))
             found.append(replace(cut, below=below))
@@ -217,18 +221,18 @@ def _hull(graph: Graph, fast: Cut, small: Cut) -> list[Cut]:
 
 
 def _between(graph: Graph, fast: Cut, small: Cut) -> list[Cut]:
-    """What runs some of the work again by which two neighbours differ, the best of each size."""
-    index = {eqn: i for i, eqn in enumerate(map(id, graph.joint.eqns))}
-    of = lambda cut: {index[id(eqn)] for eqn in cut.again} & set(graph.priced)
-    both, differ = of(fast), sorted(of(small) - of(fast))
-    if not 2 <= len(differ) <= _FEW:
-        return []
-    tried = [
-        graph.cut(0.0, both | set(some))
-        for n in range(1, len(differ))
-        for some in itertools.combinations(differ, n)
-    ]
-    return _undominated([fast, *tried, small])[1:-1]
+    """Cuts that run again some of the work by which two neighbours differ."""
+    index = {id(eqn): i for i, eqn in enumerate(graph.joint.eqns)}
+    of = lambda cut: {index[id(eqn)] for eqn in cut.again}.intersection(graph.priced)
+    differ = sorted(of(small) - of(fast))
+    return _some_of(graph, of(fast), differ) if len(differ) <= _FEW else []
+
+
+def _some_of(graph: Graph, always: set[int], some: Sequence[int]) -> list[Cut]:
+    """The smallest cuts in which of priced work some runs again, for each choice of it."""
+    sizes = range(1, len(some))
+    choices = itertools.chain.from_iterable(itertools.combinations(some, n) for n in sizes)
+    return [graph.cut(0.0, always | set(choice)) for choice in choices]
 
 
 def _undominated(cuts: Sequence[Cut]) -> list[Cut]:

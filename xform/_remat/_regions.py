@@ -240,12 +240,20 @@ def enclosed(jaxpr: Jaxpr, plan: Plan) -> Jaxpr:
 
 
 def as_region(
-    jaxpr: Jaxpr, plan: Plan, inputs: Sequence[Var] = (), outputs: Sequence[Var] = ()
+    jaxpr: Jaxpr,
+    plan: Plan,
+    inputs: Sequence[Var] = (),
+    outputs: Sequence[Var] = (),
+    *,
+    shared: bool = True,
 ) -> JaxprEqn:
-    """A program as an equation: between its own variables, if not between others."""
+    """A program as an equation: between its own variables, if not between others.
+
+    Equal ones that are `shared` become one, which is planned once.
+    """
     inputs, outputs = inputs or jaxpr.invars, outputs or list(jaxpr.outvars)  # pyright: ignore
     source = jaxpr.eqns[0].source_info if jaxpr.eqns else None
-    params = dict(call_jaxpr=intern(jaxpr), plan=plan)
+    params = dict(call_jaxpr=intern(jaxpr) if shared else jaxpr, plan=plan)
     return new_jaxpr_eqn(list(inputs), list(outputs), region_p, params, jaxpr.effects, source)
 
 
