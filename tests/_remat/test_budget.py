@@ -142,7 +142,7 @@ def test_all_repeats_no_work_and_none_no_more_than_it_may():
 def products(f, *args) -> int:
     """Matrix products in the compiled gradient."""
     text = jax.jit(jax.grad(f, (0, 1))).lower(*args).compile().as_text()
-    return len(re.findall(r" = \S+ (?:dot|custom-call)\(", text))
+    return len(re.findall(r" = \S+ (?:dot|custom-call)\(", str(text)))
 
 
 def test_xla_does_not_undo_it():
@@ -175,6 +175,7 @@ def test_sum_is_saved_after_what_is_added():
 
     https://github.com/pytorch/pytorch/issues/149258
     """
+
     def f(w, b, r, x):
         return (jax.nn.gelu(x @ w + b + jnp.sin(r)) @ w).sum()
 
@@ -184,6 +185,7 @@ def test_sum_is_saved_after_what_is_added():
 
 def test_two_of_three_products_where_no_price_takes_them():
     """A knapsack: the product of the best value is left alone where the two others do better."""
+
     def f(wide, first, second, x, y):
         sums = (jnp.sum(jnp.sin(h)) for h in (x @ wide, y @ first, jnp.cos(y) @ second))
         return sum(sums)
@@ -208,7 +210,9 @@ def test_offloaded_values_wait_in_the_memory_of_the_host():
         h = checkpoint_name(jnp.tanh(x @ w), "hidden")
         return (jnp.sin(h @ w) ** 2).sum()
 
-    w, x = (jax.random.normal(jax.random.key(i), s) * 0.1 for i, s in enumerate([(64, 64), (256, 64)]))
+    w, x = (
+        jax.random.normal(jax.random.key(i), s) * 0.1 for i, s in enumerate([(64, 64), (256, 64)])
+    )
     told = remat.report(f, offload=("hidden",))(w, x)
     assert [(v.on_host, v.what) for v in told.saved if v.on_host] == [(True, "tanh")]
     assert told.saved_bytes < remat.report(f)(w, x).saved_bytes
@@ -220,7 +224,7 @@ def test_offloaded_values_wait_in_the_memory_of_the_host():
 
 @pytest.mark.slow
 def test_offloaded_residuals_of_a_scan_leave_the_device():
-    """https://github.com/jax-ml/jax/issues/23869"""
+    """See https://github.com/jax-ml/jax/issues/23869."""
     pytest.importorskip("jax_plugins.xla_cuda13", reason="no compiler for an H200")
 
     def f(w, x):
@@ -260,7 +264,8 @@ def test_budgets_by_name():
 
 @pytest.mark.parametrize("n", [10_000, 997])
 def test_long_scan_within_the_square_root_of_its_length(n):
-    """https://github.com/jax-ml/jax/issues/2139"""
+    """See https://github.com/jax-ml/jax/issues/2139."""
+
     def f(w, x):
         return (jax.lax.scan(lambda x, _: (jnp.tanh(x @ w), None), x, None, n)[0] ** 2).sum()
 
@@ -295,6 +300,7 @@ def test_narrow_residuals_are_the_values_that_the_forward_pass_goes_on_with():
 
     https://github.com/jax-ml/jax/pull/22244
     """
+
     def f(w, x):
         h = jnp.sin((x @ w) * 3)
         return jnp.sum((jnp.exp(h) * jnp.sin(h @ w)).astype(jnp.float32))

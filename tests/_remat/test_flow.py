@@ -35,9 +35,7 @@ def test_flow_is_the_least_cut_and_the_cut_nearest_to_the_sink(case):
     n, edges = case
     flow, side = solved(n, edges)
     others = [v for v in range(n) if v not in (SOURCE, SINK)]
-    sides = [
-        {SINK, *some} for k in range(n - 1) for some in itertools.combinations(others, k)
-    ]
+    sides = [{SINK, *some} for k in range(n - 1) for some in itertools.combinations(others, k)]
     least = min(crossing(edges, s) for s in sides)
     assert flow == least == crossing(edges, side)
     nearest = set.intersection(*(s for s in sides if crossing(edges, s) == least))

@@ -43,8 +43,9 @@ def scanned(p, x):
 
 
 def unrolled(p, x):
-    for i in range(6):
-        x = mlp(jax.tree.map(lambda a: a[i], p), x)
+    layers = zip(p["up"], p["down"], strict=True)
+    for up, down in layers:
+        x = mlp(dict(up=up, down=down), x)
     return x, x[0]
 
 
@@ -105,6 +106,7 @@ PROGRAMS = {
 
 def total(f):
     """A scalar that depends on every result."""
+
     def run(*args):
         leaves = jax.tree.leaves(f(*args))
         return sum(jnp.sum(x * jnp.cos(jnp.arange(x.size)).reshape(x.shape)) for x in leaves)
@@ -226,7 +228,9 @@ def test_cotangents_of_some_results():
 
 
 def test_jacobian_of_a_loop_that_runs_forward_only():
-    f = lambda x: jax.lax.while_loop(lambda s: s[0] < 3, lambda s: (s[0] + 1, jnp.sin(s[1])), (0, x))
+    f = lambda x: jax.lax.while_loop(
+        lambda s: s[0] < 3, lambda s: (s[0] + 1, jnp.sin(s[1])), (0, x)
+    )
     same(jax.jacfwd(lambda x: remat(f)(x)[1])(0.3), jax.jacfwd(lambda x: f(x)[1])(0.3))
     with pytest.raises(ValueError, match=r"[Rr]everse-mode differentiation does not work"):
         jax.grad(lambda x: remat(f)(x)[1])(0.3)

@@ -126,7 +126,9 @@ class _Plan:
         self.settings = Settings(again, (), offload=offload)
         named = budget if isinstance(budget, Mapping) else {}
         self.whole = Outer("all" if named else _checked(budget), self.settings)
-        self.named = {name: Outer(_checked(b), self.settings, named=True) for name, b in named.items()}
+        self.named = {
+            name: Outer(_checked(b), self.settings, named=True) for name, b in named.items()
+        }
 
     def program(self, jaxpr: Jaxpr) -> Jaxpr:
         """The program with its named regions."""

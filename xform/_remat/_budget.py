@@ -7,6 +7,7 @@ budget never need more: if it takes another plan, then because the first needs m
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -16,8 +17,8 @@ from xform._compat import Jaxpr, Var, weakref_lru_cache
 from xform._memory import Memory, memory_of
 from xform._remat._cut import Cut, Settings
 from xform._remat._halves import Halves
-from xform._remat._kinds import nbytes
 from xform._remat._jaxprs import build, renamed, substitute
+from xform._remat._kinds import nbytes
 from xform._remat._plans import Inner
 from xform._remat._primitive import linear_p
 from xform._remat._regions import ROW, Choice, Divide, row
@@ -121,7 +122,6 @@ class Candidate:
         most = max(most, self._at_least)
         return most + int(_UNKNOWN * max(0, most - self.saved_bytes))
 
-
     @property
     def _at_least(self) -> int:
         """What is saved, but for what finds room where the results will be."""
@@ -190,7 +190,7 @@ class Search:
         for cuts in self._frontiers():
             known.update(cut.below for cut in cuts)
         edges = sorted(known, reverse=True)[1:]
-        between = [math.sqrt(a * b) for a, b in zip(edges, edges[1:], strict=False)]
+        between = [math.sqrt(a * b) for a, b in itertools.pairwise(edges)]
         return [math.inf, *between, 0.0] if edges else [math.inf]
 
     def _frontiers(self) -> list[list[Cut]]:

@@ -101,4 +101,3 @@ class Network:
                     found.add(tail)
                     queue.append(tail)
         return frozenset(found)
-

@@ -15,12 +15,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-
 from xform._compat import Jaxpr, JaxprEqn, Var
 from xform._remat._cut import Cut
 from xform._remat._jaxprs import Atom, build, live, retrace, substitute
 from xform._remat._joint import Joint
 from xform._remat._kinds import kind_of
+
+_SPACE = jax.memory.Space
 
 AGAIN = "rematted_computation"
 """The name scope of what runs again, which JAX's own remat uses too."""
@@ -50,7 +51,7 @@ class Halves:
 
     def held(self, v: Var):
         """The type of a saved value while it waits."""
-        return v.aval.update(memory_space=jax.memory.Space.Host) if v in self.cut.hosted else v.aval
+        return v.aval.update(memory_space=_SPACE.Host) if v in self.cut.hosted else v.aval
 
     @property
     def count(self) -> int:
@@ -75,10 +76,10 @@ class Halves:
         outputs = [*self.joint.outputs, *made]
         eqns = live(self.joint.eqns, outputs)
         eqns, new = _rounded(eqns, made)
-        for v in made:
+        for i, v in enumerate(made, len(self.joint.outputs)):
             if v in self.cut.hosted:
-                eqns += _moved(new.get(v, v), at := Var(self.held(v)), jax.memory.Space.Host)
-                outputs[len(self.joint.outputs) + made.index(v)] = at
+                outputs[i] = at = Var(self.held(v))
+                eqns += _moved(new.get(v, v), at, _SPACE.Host)
         outputs = [new.get(v, v) if isinstance(v, Var) else v for v in outputs]
         return self._closed(self.joint.inputs, outputs, eqns)
 
@@ -123,7 +124,7 @@ class Halves:
 
     def _fetched(self, host: Var, v: Var) -> list[JaxprEqn]:
         """What brings a value back to the device that the host may have kept."""
-        return _moved(host, v, jax.memory.Space.Device) if v in self.cut.hosted else []
+        return _moved(host, v, _SPACE.Device) if v in self.cut.hosted else []
 
     def _closed(
         self, inputs: Sequence[Var], outputs: Sequence[Atom], eqns: Sequence[JaxprEqn], more=None
@@ -210,8 +211,8 @@ class _Again:
 def _equations(f: Callable, old: Sequence[Var], new: Sequence[Var]) -> list[JaxprEqn]:
     """The equations `new = f(*old)`."""
     program = retrace(f, [v.aval for v in old])
-    names = dict(zip(program.invars, old, strict=True))
-    names.update(zip(program.outvars, new, strict=True))  # pyright: ignore[reportArgumentType]
+    names: dict = dict(zip(program.invars, old, strict=True))
+    names.update(zip(program.outvars, new, strict=True))
     return [substitute(eqn, names) for eqn in program.eqns]
 
 
@@ -219,31 +220,34 @@ def _barrier(new: Sequence[Var], old: Sequence[Var]) -> list[JaxprEqn]:
     return _equations(lambda *xs: lax.optimization_barrier(list(xs)), old, new)
 
 
-def _moved(old: Var, new: Var, to: jax.memory.Space) -> list[JaxprEqn]:
+def _is_narrow(aval) -> bool:
+    return jnp.issubdtype(aval.dtype, jnp.floating) and aval.dtype.itemsize == 2
+
+
+def _moved(old: Var, new: Var, to) -> list[JaxprEqn]:
     return _equations(lambda x: [jax.device_put(x, to)], [old], [new])
 
 
 def _rounded(
     eqns: Sequence[JaxprEqn], saved: Sequence[Var]
-) -> tuple[list[JaxprEqn], dict[Var, Atom]]:
+) -> tuple[list[JaxprEqn], dict[Var, Var]]:
     """Rounds what is saved in 16 bits where it is made, for both passes to see the same value.
 
     XLA may leave out a rounding between two operations of a kernel, and then saves another value
     than it goes on with.
     """
-    narrow = {
-        v
-        for v in saved
-        if jnp.issubdtype(v.aval.dtype, jnp.floating) and v.aval.dtype.itemsize == 2  # pyright: ignore
-    }
+    narrow = {v for v in saved if _is_narrow(v.aval)}
     out: list[JaxprEqn] = []
-    new: dict[Var, Atom] = {}
+    new: dict[Var, Var] = {}
     for eqn in eqns:
-        out.append(substitute(eqn, {v: w for v, w in new.items() if v in eqn.invars}) if new else eqn)
+        out.append(
+            substitute(eqn, {v: w for v, w in new.items() if v in eqn.invars}) if new else eqn
+        )
         for v in eqn.outvars:
             if v in narrow:
-                info = jnp.finfo(v.aval.dtype)  # pyright: ignore
-                round_ = lambda x, info=info: [lax.reduce_precision(x, info.nexp, info.nmant)]
+                round_ = lambda x: [
+                    lax.reduce_precision(x, jnp.finfo(x.dtype).nexp, jnp.finfo(x.dtype).nmant)
+                ]
                 new[v] = w = Var(v.aval)
                 out += _equations(round_, [v], [w])
     return out, new

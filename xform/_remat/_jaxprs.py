@@ -10,7 +10,7 @@ from jax.interpreters import partial_eval
 from xform._compat import DebugInfo, Jaxpr, JaxprEqn, Literal, Var, wrap_init
 from xform.jaxpr._interpret import called
 
-# What only calls its body, and is taken apart. A `custom_jvp` or `custom_vjp` is more than its body.
+# What only calls its body, and is taken apart. A `custom_jvp` or `custom_vjp` does more.
 _CALLS = frozenset(("jit", "remat2", "core_call", "closed_call", "eval_jaxpr"))
 
 type Atom = Var | Literal
@@ -115,25 +115,24 @@ def _placed_freely(eqn: JaxprEqn) -> bool:
 
 def renamed(jaxpr: Jaxpr) -> Jaxpr:
     """Returns the same program with variables of its own."""
-    new: dict[Var, Atom] = {v: Var(v.aval) for v in [*jaxpr.constvars, *jaxpr.invars]}
+    new: dict[Var, Var] = {v: Var(v.aval) for v in [*jaxpr.constvars, *jaxpr.invars]}
     eqns = []
     for eqn in jaxpr.eqns:
         new.update((v, Var(v.aval)) for v in eqn.outvars)
         eqns.append(substitute(eqn, new))
-    rename = lambda vs: [new.get(v, v) if isinstance(v, Var) else v for v in vs]
-    binders = rename([*jaxpr.constvars, *jaxpr.invars])
+    binders = [new[v] for v in [*jaxpr.constvars, *jaxpr.invars]]
+    outputs: list = [new[v] if isinstance(v, Var) else v for v in jaxpr.outvars]
     return Jaxpr(
-        binders[: len(jaxpr.consts)], binders[len(jaxpr.consts) :], rename(jaxpr.outvars), eqns,
+        binders[: len(jaxpr.consts)], binders[len(jaxpr.consts) :], outputs, eqns,
         jaxpr.effects, jaxpr.debug_info.with_unknown_names(), consts=jaxpr.consts,
     )  # fmt: skip
 
 
 def substitute(eqn: JaxprEqn, new: Mapping[Var, Atom]) -> JaxprEqn:
     """Returns an equation with other variables."""
-    rename = lambda v: new.get(v, v) if isinstance(v, Var) else v
-    return eqn.replace(
-        invars=[rename(v) for v in eqn.invars], outvars=[rename(v) for v in eqn.outvars]
-    )
+    invars = [new.get(v, v) if isinstance(v, Var) else v for v in eqn.invars]
+    outvars: list = [new.get(v, v) for v in eqn.outvars]
+    return eqn.replace(invars=invars, outvars=outvars)
 
 
 def live(eqns: Sequence[JaxprEqn], needed: Iterable[Atom]) -> list[JaxprEqn]:

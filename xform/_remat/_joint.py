@@ -61,7 +61,9 @@ class Joint:
 
     def _transpose(self, zeros: tuple[bool, ...]) -> tuple[Jaxpr, tuple[bool, ...]]:
         n = len(self.needed)
-        given = [v.aval.to_ct_aval() for v, z in zip(self.linear.outvars, zeros, strict=True) if not z]
+        given = [
+            v.aval.to_ct_aval() for v, z in zip(self.linear.outvars, zeros, strict=True) if not z
+        ]
         tangents = [v.aval.to_ct_aval() for v in self.linear.invars[n:]]
         gone: list[bool] = []
 
@@ -82,9 +84,7 @@ class Joint:
 
 def linearize(jaxpr: Jaxpr, active: Sequence[bool]) -> Joint:
     """Returns the joint graph of a program without constants, for these inputs' tangents."""
-    primal, out_types, varying, forwarded, tangent = linearize_jaxpr(
-        jaxpr, tuple(active), is_vjp=False
-    )
+    primal, _, varying, forwarded, tangent = linearize_jaxpr(jaxpr, tuple(active), is_vjp=False)
     primal, consts = flatten(primal)
     known = dict(zip(primal.invars, consts, strict=False))
     inputs = primal.invars[len(consts) :]
@@ -104,7 +104,7 @@ def linearize(jaxpr: Jaxpr, active: Sequence[bool]) -> Joint:
     fixed, linear = _divide(eqns, tangents)
     reads = [v for eqn in linear for v in eqn.invars if isinstance(v, Var)]
     own = {*tangents, *(v for eqn in linear for v in eqn.outvars)}
-    needed = [v for v in dict.fromkeys([*reads, *(v for v in outs if isinstance(v, Var))])]
+    needed = dict.fromkeys([*reads, *(v for v in outs if isinstance(v, Var))])
     needed = [v for v in needed if v not in own]
     whole = build(primal.invars, [*primal.outvars[:n], *needed], [*primal.eqns, *fixed])
     whole, _ = flatten(whole)  # what both parts compute is computed once

@@ -60,15 +60,17 @@ def nbytes(atom) -> int:
 
 
 def flops(eqn: JaxprEqn) -> int:
-    """How much an equation computes, in floating-point operations, and in elements that it moves."""
+    """How much an equation computes, and moves: operations and elements."""
     name, size = eqn.primitive.name, sum(map(size_of, eqn.outvars))
     if name in _FREE:
         return 0 if name in ALIASES else size * (_ELEMENTARY if name in EXPENSIVE else 1)
     if name == "flex_attention":  # two products, the mask left out of account: it costs to look
-        queries, keys = eqn.invars[:2]
-        return 4 * size_of(queries) * keys.aval.shape[-3] + size  # pyright: ignore[reportAttributeAccessIssue]
+        queries, keys = (v.aval for v in eqn.invars[:2])
+        return 4 * math.prod(queries.shape) * keys.shape[-3] + size  # pyright: ignore[reportAttributeAccessIssue]
     known = dict.fromkeys(v for v in eqn.invars if not isinstance(v, Literal))
     costs = cost_of(build(list(known), list(eqn.outvars), [eqn]), strict=False)
     total = costs.total
-    found = at(total.flops + total.transcendentals * _ELEMENTARY, dict.fromkeys(costs.trips, _TRIPS))
+    found = at(
+        total.flops + total.transcendentals * _ELEMENTARY, dict.fromkeys(costs.trips, _TRIPS)
+    )
     return int(float(found)) + sum(map(size_of, eqn.invars)) + size

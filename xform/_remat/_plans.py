@@ -1,4 +1,4 @@
-"""What regions do when they are differentiated: what the user asked of them, or was chosen for them."""
+"""What a region does when it is differentiated, where its plan sets a price."""
 
 from __future__ import annotations
 

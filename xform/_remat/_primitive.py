@@ -14,11 +14,11 @@ from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
+from jax.core import eval_jaxpr
 from jax.interpreters import ad, batching, mlir
 
 from xform._compat import Jaxpr, Primitive, apply_primitive, weakref_lru_cache
 from xform._remat._halves import Halves
-from xform._remat._jaxprs import flatten
 
 region_p = Primitive("remat_region")
 region_p.multiple_results = True
@@ -39,7 +39,7 @@ class Plan(Protocol):
 
 def evaluate(jaxpr: Jaxpr, *args) -> list:
     """Runs a program, its equations under their own names and lines."""
-    return jax.core.eval_jaxpr(jaxpr, jaxpr.consts, *args)
+    return eval_jaxpr(jaxpr, jaxpr.consts, *args)
 
 
 # ---- region --------------------------------------------------------------------------------------
@@ -170,6 +170,7 @@ def _linear_jvp(primals, tangents, *, linear: Linear):
         dots = linear_p.bind(*primals[:n], *moved, linear=linear)
     moving = [i for i in range(n) if not isinstance(tangents[i], ad.Zero)]
     if moving:
+
         def at(*some):
             saved = list(primals[:n])
             for i, x in zip(moving, some, strict=True):
@@ -193,7 +194,9 @@ def _linear_transpose(cts, *args, linear: Linear):
 def _linear_batch(axis_data, args, dims, *, linear: Linear):
     n = linear.count
     front = lambda x, d: (
-        jnp.broadcast_to(x[None], (axis_data.size, *x.shape)) if d is None else jnp.moveaxis(x, d, 0)
+        jnp.broadcast_to(x[None], (axis_data.size, *x.shape))
+        if d is None
+        else jnp.moveaxis(x, d, 0)
     )
     moved = [*args[:n], *map(front, args[n:], dims[n:])]
     dims = (*dims[:n], *[0] * (len(args) - n))

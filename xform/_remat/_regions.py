@@ -110,7 +110,9 @@ class Divide:
         parts = [slice(start, start + size) for start in range(0, len(eqns), size)]
         found = []
         for piece in pieces(build([], outputs, eqns), parts):
-            settings = replace(self.settings([v in common for v in piece.invars]), outputs_stay=True)
+            settings = replace(
+                self.settings([v in common for v in piece.invars]), outputs_stay=True
+            )
             found.append(as_region(piece, Inner(0.0, settings)))
         return found
 
@@ -132,8 +134,8 @@ class Divide:
 
         program, values = flatten(retrace(run, [v.aval for v in eqn.invars]))
         assert not values
-        names = dict(zip(program.invars, eqn.invars, strict=True))
-        names |= dict(zip(program.outvars, eqn.outvars, strict=True))  # pyright: ignore
+        names: dict = dict(zip(program.invars, eqn.invars, strict=True))
+        names.update(zip(program.outvars, eqn.outvars, strict=True))
         yield from (substitute(e, names) for e in program.eqns)
 
     def _nested(self, eqn, body: Jaxpr, consts, carry, xs, length: int, levels: int) -> list:
@@ -229,11 +231,15 @@ def _divisor(n: int, near: float) -> int:
 def enclosed(jaxpr: Jaxpr, plan: Plan) -> Jaxpr:
     """A program whose one equation is a region: what it merely hands on goes around it."""
     inputs = [Var(v.aval) for v in jaxpr.invars]
-    outer = dict(zip(jaxpr.invars, inputs, strict=True))
-    made = [v for v in dict.fromkeys(v for v in jaxpr.outvars if isinstance(v, Var)) if v not in outer]
+    outer: dict = dict(zip(jaxpr.invars, inputs, strict=True))
+    made = [
+        v for v in dict.fromkeys(v for v in jaxpr.outvars if isinstance(v, Var)) if v not in outer
+    ]
     if not made:
-        return build(inputs, [outer.get(v, v) for v in jaxpr.outvars], [])  # pyright: ignore
-    eqn = as_region(build(jaxpr.invars, made, jaxpr.eqns), plan, inputs, [Var(v.aval) for v in made])
+        return build(inputs, [outer.get(v, v) for v in jaxpr.outvars], [])
+    eqn = as_region(
+        build(jaxpr.invars, made, jaxpr.eqns), plan, inputs, [Var(v.aval) for v in made]
+    )
     outer |= dict(zip(made, eqn.outvars, strict=True))
     outs = [outer.get(v, v) if isinstance(v, Var) else v for v in jaxpr.outvars]
     return build(inputs, outs, [eqn])
@@ -251,10 +257,10 @@ def as_region(
 
     Equal ones that are `shared` become one, which is planned once.
     """
-    inputs, outputs = inputs or jaxpr.invars, outputs or list(jaxpr.outvars)  # pyright: ignore
+    inputs, outs = inputs or jaxpr.invars, outputs or jaxpr.outvars
     source = jaxpr.eqns[0].source_info if jaxpr.eqns else None
     params = dict(call_jaxpr=intern(jaxpr) if shared else jaxpr, plan=plan)
-    return new_jaxpr_eqn(list(inputs), list(outputs), region_p, params, jaxpr.effects, source)
+    return new_jaxpr_eqn(list(inputs), list(outs), region_p, params, jaxpr.effects, source)
 
 
 def pieces(jaxpr: Jaxpr, parts: Sequence[slice]) -> list[Jaxpr]:
@@ -287,7 +293,8 @@ def row(jaxpr: Jaxpr) -> list[slice]:
     heavy = [i for i, eqn in enumerate(jaxpr.eqns) if kind_of(eqn) in ("products", "kernels")]
     # Between two products: the narrowest place, the last of several.
     places = [
-        min(range(a + 1, b + 1), key=lambda i: (passing[i], -i)) for a, b in itertools.pairwise(heavy)
+        min(range(a + 1, b + 1), key=lambda i: (passing[i], -i))
+        for a, b in itertools.pairwise(heavy)
     ]
     width = [passing[i] for i in places]
     necks = [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -17,7 +18,6 @@ from xform._remat._budget import Candidate, Outer, search
 from xform._remat._halves import Halves
 from xform._remat._kinds import kind_of, nbytes
 from xform.jaxpr import source_line, walk
-
 
 _BODIES = ("scan", "cond", "shard_map")
 _TOP = "the program"
@@ -97,17 +97,21 @@ class Report:
             return
         most = max(held for held, _ in self.curve) or 1
         n = len(self.curve)
-        parts = [self.curve[i * n // width : max((i + 1) * n // width, i * n // width + 1)] for i in range(width)]
+        starts = [i * n // width for i in range(width + 1)]
+        parts = [self.curve[a : max(b, a + 1)] for a, b in itertools.pairwise(starts)]
         tops = [max((held for held, _ in part), default=0) for part in parts]
         for row in range(height, 0, -1):
             label = f"{number(most)}B" if row == height else ""
-            yield f"{label:>12} │" + "".join("█" if t * height >= row * most - most / 2 else " " for t in tops)
+            yield f"{label:>12} │" + "".join(
+                "█" if t * height >= row * most - most / 2 else " " for t in tops
+            )
         yield f"{'':>12} └" + "─" * width + " time"
 
 
 def report_of(jaxpr: Jaxpr, plan: Outer, paths: Sequence[str]) -> Report:
     """The report of a program whose floating-point inputs are differentiated."""
-    active = tuple(jnp.issubdtype(v.aval.dtype, jnp.inexact) for v in jaxpr.invars)  # pyright: ignore
+    types = (getattr(t, "dtype", None) for t in jaxpr.in_avals)
+    active = tuple(t is not None and jnp.issubdtype(t, jnp.inexact) for t in types)
     candidate = search(jaxpr, active, plan.settings).within(plan.budget)
     saved: dict[tuple, Value] = {}
     again: dict[tuple, Value] = {}
@@ -125,9 +129,7 @@ def report_of(jaxpr: Jaxpr, plan: Outer, paths: Sequence[str]) -> Report:
     )  # fmt: skip
 
 
-def _nested(
-    halves: Halves, times: int = 1, within: str = ""
-) -> Iterator[tuple[Halves, int, str]]:
+def _nested(halves: Halves, times: int = 1, within: str = "") -> Iterator[tuple[Halves, int, str]]:
     """A region and those inside of it: how often each runs, and in a loop or branch at which line.
 
     What a region saves that stands in no loop or branch, the one around it saves: "" for that.
@@ -159,7 +161,14 @@ def _tell(halves: Halves, times: int, within: str, saved: dict, again: dict) -> 
 
 
 def _add(
-    found: dict, v: Var, what: str, line: str, times: int, kind: str | None, *, on_host: bool = False
+    found: dict,
+    v: Var,
+    what: str,
+    line: str,
+    times: int,
+    kind: str | None,
+    *,
+    on_host: bool = False,
 ) -> None:
     type_ = v.aval.str_short(short_dtypes=True)
     if (known := found.get((what, line, type_))) is not None:
