@@ -146,6 +146,9 @@ def test_forward_mode_and_second_order(name):
         lambda: jax.grad(lambda p, x: total(lambda *a: jax.grad(total(f))(*a))(p, x), 1)(p, x)
     )()
     same(hessian(g), hessian(f))
+    if name == "layer":
+        twice = lambda f: jax.jacfwd(jax.jacfwd(lambda x: total(f)(p, x)))(x)
+        same(twice(g), jax.hessian(lambda x: total(f)(p, x))(x))
     product = lambda f: jax.jit(lambda: jax.jvp(jax.grad(total(f), (0, 1)), (p, x), moved))()
     same(product(g), product(f))
 
@@ -177,6 +180,29 @@ def test_shard_map_around_and_inside():
         ), (0, 1))
     )(p, x)  # fmt: skip
     same(around(remat(mlp, budget="none")), around(mlp))
+
+
+def test_collectives_run_once():
+    """A shard_map, or a loop in one, whose body has some is not repeated as a whole."""
+    mesh = jax.make_mesh((4,), ("d",), (AxisType.Auto,))
+
+    def step(x, w):
+        part = jnp.tanh(jax.lax.pcast(x, "d", to="varying") @ w) @ w.T
+        return x + jax.lax.psum(part, "d"), None
+
+    body = lambda x, w: jax.lax.scan(step, x, w)[0]
+    f = jax.shard_map(body, mesh=mesh, in_specs=(P(), P(None, "d")), out_specs=P())
+    args = normal(0, 4, 8), normal(1, 3, 32, 8)
+    count = lambda f: str(jax.make_jaxpr(jax.grad(total(f), (0, 1)))(*args)).count("psum")
+    assert count(remat(f, budget="none")) == count(remat(f))
+    again = remat.report(f, budget="none")(*args).recomputed
+    assert "shard_map" not in {v.what for v in again}
+
+
+def test_transpose_of_a_linear_function():
+    w, x = normal(1, 8, 4), normal(0, 3, 8)
+    (found,) = jax.linear_transpose(remat(lambda x: 2 * x @ w), x)(jnp.ones((3, 4)))
+    same(found, jnp.ones((3, 4)) @ (2 * w).T)
 
 
 def test_checkpoint_around_it_and_a_scan_over_it():

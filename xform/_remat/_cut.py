@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from xform._compat import JaxprEqn, Var
 from xform._remat._flow import SINK, SOURCE, Network
 from xform._remat._joint import Joint
-from xform._remat._kinds import flops, kind_of, nbytes, size_of
+from xform._remat._kinds import flops, kind_of, kinds_inside, nbytes, size_of
 
 _NEVER = 1 << 120
 # One byte outweighs all that decides ties.
@@ -91,7 +91,10 @@ class Graph:
             return "never"
         if eqn.primitive.name in ("scan", "while", "cond") and not self.settings.loops:
             return "never"
-        return kind_of(eqn)
+        # What runs again as a whole runs all its work again.
+        inside = kinds_inside(eqn)
+        forbidden = sorted(inside - self.settings.again)
+        return forbidden[0] if forbidden else kind_of(eqn)
 
     def _to_host(self) -> frozenset[Var]:
         """The values that go to the host: what is named, as it was before it got its name."""

@@ -14,6 +14,7 @@ from xform._compat import JaxprEqn, Literal
 from xform._cost import cost_of
 from xform._remat._jaxprs import build, has_effects
 from xform.jaxpr._interpret import called
+from xform.jaxpr._walk import sub_jaxprs
 
 KINDS = ("products", "kernels", "reductions", "random", "collectives")
 
@@ -32,6 +33,12 @@ _BY_NAME = {
 }
 _KIND = {name: kind for kind, names in _BY_NAME.items() for name in names.split()}
 _FREE = CHEAP | EXPENSIVE | ALIASES
+_STRUCTURES = frozenset(
+    """
+    scan while cond shard_map remat_region remat_linear custom_jvp_call custom_vjp_call jit remat2
+    closed_call core_call custom_vmap_call
+    """.split()
+)
 _WITH_RULES = frozenset(("custom_jvp_call", "custom_vjp_call"))
 # How many additions an elementary function is worth, and a trip of a loop of unknown length.
 _ELEMENTARY, _TRIPS = 10, 10
@@ -46,6 +53,15 @@ def kind_of(eqn: JaxprEqn) -> str | None:
         kinds = [kind_of(inner) for inner in called(eqn).eqns]  # pyright: ignore[reportOptionalMemberAccess]
         return next((kind for kind in kinds if kind is not None), None)
     return None if name in _FREE else _KIND.get(name, "kernels")
+
+
+def kinds_inside(eqn: JaxprEqn) -> set[str]:
+    """The kinds of work in the bodies of a loop, a branch or a `shard_map`."""
+    if eqn.primitive.name not in _STRUCTURES:
+        return set()
+    inner = [e for _, body in sub_jaxprs(eqn) for e in body.eqns]
+    kinds = {kind_of(e) for e in inner if e.primitive.name not in _STRUCTURES}
+    return (kinds - {None}).union(*map(kinds_inside, inner))
 
 
 def size_of(atom) -> int:

@@ -97,6 +97,13 @@ def _region_batch(axis_data, args, dims, *, call_jaxpr: Jaxpr, plan: Plan):
     return region(batched, plan, args), [0 if m else None for m in moved]
 
 
+def _region_transpose(cts, *args, call_jaxpr: Jaxpr, plan: Plan):
+    """Of a region that is linear in some arguments already: nothing is left to be saved."""
+    del plan
+    found = ad.backward_pass(call_jaxpr, True, (), args, cts)
+    return [x if ad.is_undefined_primal(a) else None for a, x in zip(args, found, strict=True)]
+
+
 # ---- linear --------------------------------------------------------------------------------------
 
 
@@ -193,6 +200,8 @@ def _linear_transpose(cts, *args, linear: Linear):
 
 def _linear_batch(axis_data, args, dims, *, linear: Linear):
     n = linear.count
+    if not linear.effects and all(d is None for d in dims):
+        return linear_p.bind(*args, linear=linear), [None] * len(linear.results)
     front = lambda x, d: (
         jnp.broadcast_to(x[None], (axis_data.size, *x.shape))
         if d is None
@@ -212,6 +221,7 @@ for _p, _run in ((region_p, _region_eval), (linear_p, _linear_eval)):
 
 region_p.def_effectful_abstract_eval(_region_type)
 ad.primitive_jvps[region_p] = _region_jvp
+ad.primitive_transposes[region_p] = _region_transpose
 batching.fancy_primitive_batchers[region_p] = _region_batch
 
 linear_p.def_effectful_abstract_eval(_linear_type)
