@@ -34,10 +34,10 @@ _BY_NAME = {
 _KIND = {name: kind for kind, names in _BY_NAME.items() for name in names.split()}
 _FREE = CHEAP | EXPENSIVE | ALIASES
 _STRUCTURES = frozenset(
-    """
-    scan while cond shard_map remat_region remat_linear custom_jvp_call custom_vjp_call jit remat2
-    closed_call core_call custom_vmap_call
-    """.split()
+    (
+        *("scan", "while", "cond", "shard_map", "jit", "remat2", "closed_call", "core_call"),
+        *("remat_region", "custom_jvp_call", "custom_vjp_call", "custom_vmap_call"),
+    )
 )
 _WITH_RULES = frozenset(("custom_jvp_call", "custom_vjp_call"))
 # How many additions an elementary function is worth, and a trip of a loop of unknown length.
