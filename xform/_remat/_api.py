@@ -67,7 +67,7 @@ class _Remat:
 
         >>> import jax, jax.numpy as jnp
         >>> layers = lambda ws, x: jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, ws)[0]
-        >>> loss = remat(lambda ws, x: jnp.sum(layers(ws, x) ** 2), budget=100_000)
+        >>> loss = remat(lambda ws, x: jnp.sum(layers(ws, x) ** 2), budget=150_000)
         >>> gradient = jax.jit(jax.grad(loss))(jnp.ones((8, 32, 32)), jnp.ones((64, 32)))
         """
         plan = _Plan(budget, frozenset(again), frozenset(offload))
