@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from xform._explain import no_host_gap as no_host_gap
     from xform._memory import Memory as Memory
     from xform._memory import memory as memory
+    from xform._remat import BudgetError as BudgetError
+    from xform._remat import remat as remat
     from xform._roofline import hfu as hfu
     from xform._roofline import mfu as mfu
     from xform._roofline import roofline as roofline
@@ -49,6 +51,7 @@ _MODULES, __getattr__, __dir__ = later(
         "_devices": ("Device", "device"),
         "_explain": ("Report", "explain", "no_host_gap"),
         "_memory": ("Memory", "memory"),
+        "_remat": ("BudgetError", "remat"),
         "_roofline": ("hfu", "mfu", "roofline"),
         "primitives.cross_entropy": ("linear_cross_entropy",),
         "primitives.drop_in": ("dot_product_attention", "flash_attention"),

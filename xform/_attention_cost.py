@@ -255,7 +255,8 @@ class _Mask:
             point = lambda q, k: program(b, h, q, k, *context)[0]
 
             def tile(ij):
-                q, k = ij[0] * q_tile + jnp.arange(q_tile), ij[1] * kv_tile + jnp.arange(kv_tile)
+                offset = lambda n: jnp.arange(n, dtype=jnp.int32)
+                q, k = ij[0] * q_tile + offset(q_tile), ij[1] * kv_tile + offset(kv_tile)
                 inside = (q < self.rows)[:, None] & (k < self.cols)[None]
                 at = jnp.minimum(q, self.rows - 1), jnp.minimum(k, self.cols - 1)
                 seen = jax.vmap(jax.vmap(point, (None, 0)), (0, None))(*at)

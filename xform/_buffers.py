@@ -26,15 +26,15 @@ def _names(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-_VIEWS = VIEWS | {"transpose", "copy_p"}
+ALIASES = VIEWS | {"transpose", "copy_p"}
 # What runs inside another kernel, of which some need more than one cycle for an element.
-_EXPENSIVE = _names(
+EXPENSIVE = _names(
     """
     exp exp2 expm1 log log1p log2 sqrt rsqrt cbrt pow sin cos tan asin acos atan atan2 sinh cosh
     tanh asinh acosh atanh logistic erf erfc erf_inv lgamma digamma div rem integer_pow
     """
 )
-_CHEAP = _names(
+CHEAP = _names(
     """
     add sub mul neg add_any max min abs sign floor ceil round is_finite nextafter eq ne lt le gt ge
     clamp square one_minus_square reciprocal conj real imag complex select_n convert_element_type
@@ -43,7 +43,7 @@ _CHEAP = _names(
     axis_index program_id platform_index create_token random_wrap random_unwrap
     """
 )
-_REDUCTIONS = _names(
+REDUCTIONS = _names(
     """
     reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or reduce_xor argmax argmin
     reduce
@@ -100,7 +100,7 @@ class Plan:
         self.stacked = self._stacked(body)
         self.view: dict[Value, Value] = {}
         for node in region.nodes:
-            if node.name in _VIEWS:
+            if node.name in ALIASES:
                 self.view.update(zip(node.outs, node.ins, strict=False))
         self.kept = self._kept()
         self.leaves = self._leaves()
@@ -127,14 +127,14 @@ class Plan:
         readers: dict[Value, list[Node]] = {}
         forced = {self.root(v) for v in self.region.outputs if v not in self.stacked}
         for node in self.region.nodes:
-            for v in map(self.root, node.ins if node.name not in _VIEWS else ()):
+            for v in map(self.root, node.ins if node.name not in ALIASES else ()):
                 readers.setdefault(v, []).append(node)
                 if not _fuses_operands(node, v):
                     forced.add(v)
         kept: set[Value] = set()
         ends: dict[Value, set] = {}
         for node in reversed(self.region.nodes):
-            for v in node.outs if node.name not in _VIEWS else ():
+            for v in node.outs if node.name not in ALIASES else ():
                 ends[v] = into = self._sinks(readers.get(v, ()), kept, ends)
                 twice = len(into) > 1 and _worth_keeping(node, v)
                 if v in forced or not _fusible(node) or twice:
@@ -166,7 +166,7 @@ class Plan:
             for v in node.outs:
                 if v in self.kept:
                     leaves[v] = frozenset((v,))
-                elif node.name in _VIEWS:
+                elif node.name in ALIASES:
                     leaves[v] = leaves.get(self.root(v), frozenset())
                 else:
                     leaves[v] = below
@@ -194,21 +194,31 @@ class Plan:
         nodes = self.region.nodes
         heap = self._fit(self._spans())
         passing = [self._passing(node) for node in nodes]
-        change = self._early_copies() if self.eager else {}
-        for span in heap:
-            change[span.start] = change.get(span.start, 0) + span.bytes
-            change[span.end + 1] = change.get(span.end + 1, 0) - span.bytes
-        now, best, at = 0, 0, None
-        for i in range(-1, len(nodes)):
-            now += change.get(i, 0)
-            total = now + (passing[i].bytes if i >= 0 else 0)
-            if total > best:
-                best, at = total, i
+        totals = self._totals(heap, passing)
+        best = max(totals, default=0)
+        at = totals.index(best) - 1 if best > 0 else None
         if at is None:
             return Peak()
         live = [span.at(at) for span in heap if span.start <= at <= span.end]
         inside = passing[at] if at >= 0 else Peak()
         return Peak(best, [*live, *inside.live], inside.node or nodes[max(at, 0)])
+
+    def held(self) -> list[int]:
+        """What is held at each node beside arguments and results."""
+        passing = [self._passing(node) for node in self.region.nodes]
+        return self._totals(self._fit(self._spans()), passing)[1:]
+
+    def _totals(self, heap: Iterable[_Span], passing: Sequence[Peak]) -> list[int]:
+        """What is held before the first node, and at each."""
+        change = self._early_copies() if self.eager else {}
+        for span in heap:
+            change[span.start] = change.get(span.start, 0) + span.bytes
+            change[span.end + 1] = change.get(span.end + 1, 0) - span.bytes
+        now, totals = 0, []
+        for i in range(-1, len(passing)):
+            now += change.get(i, 0)
+            totals.append(now + (passing[i].bytes if i >= 0 else 0))
+        return totals
 
     def _spans(self) -> list[_Span]:
         """The lives of all buffers but inputs, results that overwrite an operand as one with it."""
@@ -381,20 +391,20 @@ def _copied(node: Node) -> list[Value]:
 
 
 def _fusible(node: Node) -> bool:
-    return node.name in _CHEAP or node.name in _EXPENSIVE or node.name in _VIEWS
+    return node.name in CHEAP or node.name in EXPENSIVE or node.name in ALIASES
 
 
 def _fuses_operands(node: Node, v: Value) -> bool:
     """Whether a node computes its operand `v` itself, if it can."""
     if node.name in ("gather", "dynamic_slice", *_IN_PLACE):
         return v is not node.ins[0]
-    return (_fusible(node) or node.name in _REDUCTIONS) and node.name != "optimization_barrier"
+    return (_fusible(node) or node.name in REDUCTIONS) and node.name != "optimization_barrier"
 
 
 def _worth_keeping(node: Node, v: Value) -> bool:
     """Whether a value is kept for several readers: computing it again reads or costs more."""
     large = [x for x in node.ins if 2 * x.size >= v.size and x.known is None]
-    return node.name in _EXPENSIVE or len(set(large)) > 1
+    return node.name in EXPENSIVE or len(set(large)) > 1
 
 
 def _eager(region: Region) -> Region:

@@ -25,12 +25,16 @@ from jax._src.core import Literal as Literal
 from jax._src.core import Primitive as Primitive
 from jax._src.core import Var as Var
 from jax._src.core import jaxpr_as_fun as jaxpr_as_fun
+from jax._src.core import new_jaxpr_eqn as new_jaxpr_eqn
 
 # 0.11, 0.12: runs a primitive eagerly by compiling it once, the `impl` of one that has a lowering.
 from jax._src.dispatch import apply_primitive as apply_primitive
 
 # 0.11, 0.12: primitives whose lowering is told its devices, as custom partitioning must be.
 from jax._src.dispatch import prim_requires_devices_during_lowering
+
+# 0.11, 0.12: a program as the part that makes residuals and the linear part that reads them.
+from jax._src.interpreters.ad import linearize_jaxpr as linearize_jaxpr
 
 # 0.11, 0.12: what a derivative rule writes its output tree to; found in closures, without meaning.
 from jax._src.linear_util import EqualStore as EqualStore

@@ -54,7 +54,8 @@ class Value:
         self.aval = aval = getattr(aval, "inner_aval", aval)
         self.size = math.prod(getattr(aval, "shape", ()))
         dtype = getattr(aval, "dtype", None)
-        self.bytes = 0 if dtype is None else self.size * dtype.itemsize
+        on_host = getattr(aval, "memory_space", None) is jax.memory.Space.Host
+        self.bytes = 0 if dtype is None or on_host else self.size * dtype.itemsize
         self.node = node
         self.known = known
         self.same_as: Value | None = None
@@ -209,7 +210,8 @@ def merge(region: Region) -> Region:
         if node.regions or node.eqn.effects:
             continue
         ins = tuple(
-            v if v.known is None or v.size > 1 else repr((v.aval, v.known)) for v in node.ins
+            v if v.known is None or v.size > 1 else (v.aval, np.asarray(v.known).tobytes())
+            for v in node.ins
         )
         try:
             twin = made.setdefault((node.eqn.primitive, ins, *node.eqn.params.items()), node)

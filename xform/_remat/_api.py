@@ -1,0 +1,179 @@
+"""`remat`: recompute what a budget of bytes asks for, and nothing else."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from xform._compat import Jaxpr
+from xform._remat._budget import Budget, Outer
+from xform._remat._cut import Settings
+from xform._remat._jaxprs import flatten
+from xform._remat._kinds import KINDS
+from xform._remat._named import name_regions
+from xform._remat._primitive import region
+from xform._remat._report import Report, report_of
+from xform.jaxpr import intern
+
+
+class _Remat:
+    """`remat`, with `remat.report`."""
+
+    def __call__(
+        self,
+        f: Callable,
+        *,
+        budget: Budget | Mapping[str, Budget] = "all",
+        again: Collection[str] = ("products", "kernels"),
+        offload: Collection[str] = (),
+    ) -> Callable:
+        """Returns `f`, to be differentiated within a budget of memory.
+
+        The backward pass of a program needs values of its forward pass. Which are kept, and which
+        are computed again, is a minimum cut between the two, exact for the bytes that it keeps and
+        the work that it repeats. What is computed again comes right before its first use, and XLA
+        can't undo it. Bodies of loops are planned once, their residuals are stacked; equal layers
+        in a row share a plan. Arguments are there in any case, and cost nothing.
+
+        What is elementwise is computed again wherever that saves a byte. Of work that costs time,
+        `again` lists the kinds that a budget may repeat; what is not in it never runs twice.
+
+        Args:
+          f: a function of pytrees of arrays. Leaves that are neither arrays nor floats are
+            part of the program, as Python's ints and bools are.
+          budget: how many bytes value and gradients may need at once beside arguments and results,
+            as XLA's `temp_size_in_bytes` counts them; a float for what lies between the least of
+            all plans, 0.0, and that of "all", 1.0. "all" repeats no work. "none" saves nothing
+            that may run again: layers and iterations start from their inputs. Or budgets by the
+            names of `jax.named_scope`s, each for the bytes that one run of such a region saves;
+            all else is as with "all".
+          again: of "products", "kernels" (all that no table knows; loops), "reductions", "random"
+            bits and "collectives".
+          offload: names of values (`jax.ad_checkpoint.checkpoint_name`) that are kept in the
+            host's memory until the backward pass needs them.
+
+        Returns:
+          A function like `f`: the same values, derivatives in both directions and of all orders.
+
+        Raises:
+          BudgetError: while it is differentiated, if no plan fits the budget; with the least that
+            one does, and the lines that need it.
+          ValueError: an argument is not one of these, or nothing has such a name.
+
+        >>> import jax, jax.numpy as jnp
+        >>> layers = lambda ws, x: jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, ws)[0]
+        >>> loss = remat(lambda ws, x: jnp.sum(layers(ws, x) ** 2), budget=150_000)
+        >>> gradient = jax.jit(jax.grad(loss))(jnp.ones((8, 32, 32)), jnp.ones((64, 32)))
+        """
+        plan = _Plan(budget, frozenset(again), frozenset(offload))
+
+        @functools.wraps(f)
+        def run(*args, **kwargs):
+            traced = _traced(f, args, kwargs)
+            return traced.unflatten(region(plan.program(traced.jaxpr), plan.whole, traced.args))
+
+        return run
+
+    def report(
+        self,
+        f: Callable,
+        *,
+        budget: Budget | Mapping[str, Budget] = "all",
+        again: Collection[str] = ("products", "kernels"),
+        offload: Collection[str] = (),
+    ) -> Callable[..., Report]:
+        """Returns a function that tells what `remat(f, ...)` keeps and repeats, and runs nothing.
+
+        Args:
+          f: as in `remat`, like the others; floating-point arguments are differentiated.
+          budget, again, offload: as in `remat`.
+
+        Returns:
+          A function of the arguments of `f`, which may be `jax.ShapeDtypeStruct`s, that returns a
+          `Report`.
+
+        >>> import jax.numpy as jnp
+        >>> f = lambda w, x: jnp.sum(jnp.tanh(x @ w) @ w)
+        >>> [kept.what for kept in remat.report(f)(jnp.ones((8, 8)), jnp.ones((4, 8))).saved]
+        ['tanh']
+        """
+        plan = _Plan(budget, frozenset(again), frozenset(offload))
+
+        def told(*args, **kwargs) -> Report:
+            traced = _traced(f, args, kwargs)
+            return report_of(plan.program(traced.jaxpr), plan.whole, traced.paths)
+
+        return told
+
+
+remat = _Remat()
+
+
+class _Plan:
+    """What a call of `remat` asks for, checked."""
+
+    def __init__(self, budget: Any, again: frozenset[str], offload: frozenset[str]):
+        if unknown := sorted(again - set(KINDS)):
+            raise ValueError(
+                f"`again` may name {', '.join(map(repr, KINDS))}; found "
+                f"{', '.join(map(repr, unknown))}."
+            )
+        self.settings = Settings(again, (), offload=offload)
+        named = budget if isinstance(budget, Mapping) else {}
+        self.whole = Outer("all" if named else _checked(budget), self.settings)
+        self.named = {
+            name: Outer(_checked(b), self.settings, named=True) for name, b in named.items()
+        }
+
+    def program(self, jaxpr: Jaxpr) -> Jaxpr:
+        """The program with its named regions."""
+        return intern(name_regions(jaxpr, self.named) if self.named else jaxpr)
+
+
+def _checked(budget: Any) -> Budget:
+    if isinstance(budget, str) and budget in ("all", "none"):
+        return budget
+    if isinstance(budget, int | np.integer) and not isinstance(budget, bool) and budget >= 0:
+        return int(budget)
+    if isinstance(budget, float) and 0 <= budget <= 1 and not math.isnan(budget):
+        return budget
+    raise ValueError(
+        f"`budget={budget!r}`: it may be bytes (an int), a fraction (a float from 0.0 to 1.0), "
+        '"all", "none", or a dict of these by the name of a `jax.named_scope`.'
+    )
+
+
+class _traced:
+    """The program of a call: its arrays and floats are arguments, the rest is part of it."""
+
+    def __init__(self, f: Callable, args: tuple, kwargs: dict):
+        leaves, tree = jax.tree.flatten_with_path((args, kwargs))
+        moving = [i for i, (_, x) in enumerate(leaves) if _is_array(x)]
+        values = [x for _, x in leaves]
+
+        def call(*arrays):
+            full = list(values)
+            for i, x in zip(moving, arrays, strict=True):
+                full[i] = x
+            args, kwargs = jax.tree.unflatten(tree, full)
+            return f(*args, **kwargs)
+
+        own = [values[i] for i in moving]
+        closed, out = jax.make_jaxpr(call, return_shape=True)(*own)
+        self.jaxpr, consts = flatten(closed)
+        self.args = [*consts, *own]
+        names = [jax.tree_util.keystr(leaves[i][0][1:]) for i in moving]
+        self.paths = [*[f"closed over: {jax.typeof(c).str_short()}" for c in consts], *names]
+        self._out = jax.tree.structure(out)
+
+    def unflatten(self, outs: list) -> Any:
+        return jax.tree.unflatten(self._out, outs)
+
+
+def _is_array(x: Any) -> bool:
+    return (hasattr(x, "shape") and hasattr(x, "dtype")) or isinstance(x, float | complex)

@@ -1,0 +1,277 @@
+"""A budget: of all plans worth trying the fastest whose peak is within it.
+
+The plans are the same for every budget, and so are their peaks, which `xform.memory` finds for the
+whole program as it will run. Taking the first, from the fastest on, that fits makes a smaller
+budget never need more: if it takes another plan, then because the first needs more than it allows.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+from xform._amount import number
+from xform._compat import Jaxpr, Var, weakref_lru_cache
+from xform._memory import Memory, memory_of
+from xform._remat._cut import Cut, Settings
+from xform._remat._halves import Halves
+from xform._remat._jaxprs import build, renamed, substitute
+from xform._remat._kinds import nbytes
+from xform._remat._plans import Inner
+from xform._remat._primitive import linear_p
+from xform._remat._regions import ROW, Choice, Divide, row
+from xform.jaxpr import source_line, walk
+
+type Budget = int | float | str
+
+# Of what is needed at once besides what is saved, the part that XLA may need more than is foreseen:
+# for copies in another layout, and for the parts of sums that it splits.
+_UNKNOWN = 0.25
+# Steps between two plans for a row of layers.
+_STEPS = 4
+
+
+class BudgetError(ValueError):
+    """No plan needs as little as the budget.
+
+    Attributes:
+      least: the bytes that the smallest plan needs.
+    """
+
+    def __init__(self, message: str, least: int = 0):
+        super().__init__(message)
+        self.least = least
+
+
+@dataclass(frozen=True)
+class Outer:
+    """The plan of what the user calls `remat` on.
+
+    Attributes:
+      budget: see `remat`.
+      settings: what may run again, and what the host keeps.
+      named: whether it is a region by name, whose budget is for what it saves.
+    """
+
+    budget: Budget
+    settings: Settings
+    named: bool = False
+
+    def halves(self, jaxpr: Jaxpr, active: tuple[bool, ...]) -> Halves:
+        plans = search(jaxpr, active, self.settings)
+        return (plans.saving if self.named else plans.within)(self.budget).halves
+
+    def grown(self, before: int) -> Outer:
+        del before
+        return self
+
+
+@dataclass(frozen=True, eq=False)
+class Candidate:
+    """One plan for a whole program.
+
+    Attributes:
+      choice: what was tried.
+      halves: the two programs.
+    """
+
+    choice: Choice
+    halves: Halves
+
+    @cached_property
+    def program(self) -> Jaxpr:
+        """Results and gradients in one, as it runs."""
+        joint = self.halves.joint
+        first = renamed(self.halves.forward)
+        second, _ = self.halves.backward((False,) * sum(joint.varying))
+        second = renamed(second)
+        n, given = len(joint.outputs), dict(zip(joint.inputs, first.invars, strict=True))
+        made = iter(first.outvars[n:])
+        saved = [given[v] if v in given else next(made) for v in self.halves.saved]
+        names = dict(zip(second.invars, saved, strict=False))
+        after = [substitute(eqn, names) for eqn in second.eqns]
+        outs = [names.get(v, v) if isinstance(v, Var) else v for v in second.outvars]
+        consts = dict(zip(first.constvars, first.consts, strict=True))
+        consts |= dict(zip(second.constvars, second.consts, strict=True))
+        cotangents = second.invars[len(saved) :]
+        whole = build(
+            [*consts, *first.invars, *cotangents], [*first.outvars[:n], *outs],
+            [*first.eqns, *after],
+        )  # fmt: skip
+        return whole.with_consts(list(consts.values()))
+
+    @cached_property
+    def memory(self) -> Memory:
+        """What it needs where a compiler orders for memory, as accelerators' do."""
+        return memory_of(self.program, device="accelerator")
+
+    @cached_property
+    def saved_bytes(self) -> int:
+        """What the forward pass makes for the backward, on one device."""
+        inputs = set(self.halves.joint.inputs)
+        kept = (v for v in self.halves.saved if v not in inputs)
+        return sum(nbytes(v) for v in kept if v not in self.halves.cut.hosted)
+
+    @cached_property
+    def peak(self) -> int:
+        """Bytes beyond arguments and results, in the order that needs more."""
+        found = self.memory
+        most = found.temporaries + max(0, found.peak_otherwise - found.peak)
+        most = max(most, self._at_least)
+        return most + int(_UNKNOWN * max(0, most - self.saved_bytes))
+
+    @property
+    def _at_least(self) -> int:
+        """What is saved, but for what finds room where the results will be."""
+        joint = self.halves.joint
+        gradients = (v for v, moves in zip(joint.inputs, joint.active, strict=True) if moves)
+        return self.saved_bytes - sum(map(nbytes, [*joint.outputs, *gradients]))
+
+    def fits(self, budget: int) -> bool:
+        """Whether it needs no more; what it saves may say so before all else is known."""
+        return self._at_least <= budget and self.peak <= budget
+
+
+@dataclass(eq=False)
+class Search:
+    """The plans of one program, for the tangents of its active inputs."""
+
+    jaxpr: Jaxpr
+    active: tuple[bool, ...]
+    settings: Settings
+    _tried: dict[Choice, Candidate] = field(default_factory=dict)
+
+    def candidate(self, choice: Choice) -> Candidate:
+        if choice not in self._tried:
+            free = [True] * len(self.jaxpr.invars)
+            divided, is_row = Divide(self.settings, choice).whole(self.jaxpr, free)
+            settings = None if is_row else Settings(
+                self.settings.again, tuple(free), loops=False, offload=self.settings.offload
+            )  # fmt: skip
+            plan = Inner(choice.price, settings)
+            self._tried[choice] = Candidate(choice, plan.halves(divided, self.active))
+        return self._tried[choice]
+
+    @cached_property
+    def fastest(self) -> Candidate:
+        return self.candidate(Choice(math.inf))
+
+    @cached_property
+    def choices(self) -> list[Choice]:
+        """What is tried, from the fastest on."""
+        prices = self._prices()
+        together = [(math.inf, 2), (0.0, 2), (0.0, 3)] if self.divided else []
+        return [*map(Choice, prices), *(Choice(price, levels=n) for price, n in together)]
+
+    @cached_property
+    def divided(self) -> int:
+        """How many layers stand in a row; 1 for none that do, 0 where there is no loop either."""
+        loops = any(s.eqn.primitive.name == "scan" for s in walk(self.jaxpr))
+        return max(len(row(self.jaxpr)), int(loops))
+
+    @property
+    def candidates(self) -> list[Candidate]:
+        """All plans, from the fastest on."""
+        return [self.candidate(choice) for choice in self.choices]
+
+    def _finer(self, fast: Choice, small: Choice) -> list[Choice]:
+        """Between two plans for a row of layers: those where the first layers follow the second."""
+        n = len(row(self.jaxpr))
+        if n < ROW or fast.levels != small.levels:
+            return []
+        steps = dict.fromkeys(n * i // _STEPS for i in range(1, _STEPS))
+        return [replace(fast, early=k, early_price=small.price) for k in steps if k]
+
+    def _prices(self) -> list[float]:
+        """One price between any two at which a region changes its mind."""
+        known = {math.inf}
+        for cuts in self._frontiers():
+            known.update(cut.below for cut in cuts)
+        edges = sorted(known, reverse=True)[1:]
+        between = [math.sqrt(a * b) for a, b in itertools.pairwise(edges)]
+        return [math.inf, *between, 0.0] if edges else [math.inf]
+
+    def _frontiers(self) -> list[list[Cut]]:
+        """Those of all regions of the program."""
+        found = []
+        todo = [self.fastest.halves]
+        seen = set()
+        while todo:
+            halves = todo.pop()
+            for site in walk(halves.joint.linear):
+                if site.eqn.primitive is linear_p and site.eqn.params["linear"] not in seen:
+                    seen.add(site.eqn.params["linear"])
+                    todo.append(site.eqn.params["linear"])
+            if halves.cuts:
+                found.append(halves.cuts)
+        return found
+
+    @cached_property
+    def least(self) -> Candidate:
+        """The plan that needs least."""
+        return min(self.candidates, key=lambda c: c.peak)
+
+    def saving(self, budget: Budget) -> Candidate:
+        """The fastest plan that saves so much."""
+        if isinstance(budget, str):
+            return self.within(budget)
+        plans = [self.candidate(Choice(price)) for price in self._prices()]
+        least = min(c.saved_bytes for c in plans)
+        if isinstance(budget, float):
+            budget = int(least + budget * (self.fastest.saved_bytes - least))
+        if fits := next((c for c in plans if c.saved_bytes <= budget), None):
+            return fits
+        raise BudgetError(self._saves_more(budget, least), least)
+
+    def within(self, budget: Budget) -> Candidate:
+        """The fastest plan within a budget."""
+        if isinstance(budget, str):
+            return {"all": self.fastest, "none": self.candidate(Choice(0.0))}[budget]
+        if isinstance(budget, float):
+            least = self.least.peak
+            budget = int(least + budget * max(0, self.fastest.peak - least))
+        assert isinstance(budget, int)
+        before = None
+        for choice in self.choices:
+            if (found := self.candidate(choice)).fits(budget):
+                finer = self._finer(before, choice) if before else []
+                between = map(self.candidate, finer)
+                # One that needs less than the slower plan would break the order of budgets.
+                better = (c for c in between if c.fits(budget) and c.peak >= found.peak)
+                return next(better, found)
+            before = choice
+        raise BudgetError(self._too_small(budget), self.least.peak)
+
+    def _saves_more(self, budget: int, least: int) -> str:
+        halves = self.candidate(Choice(0.0)).halves
+        maker = halves.joint.maker()
+        made = sorted((v for v in halves.saved if v in maker), key=lambda v: -nbytes(v))[:5]
+        lines = "".join(
+            f"\n  {number(nbytes(v))}B  {v.aval.str_short(short_dtypes=True)}  "
+            f"{maker[v].primitive.name} at {source_line(maker[v])}"
+            for v in made
+        )
+        return (
+            f"`budget={budget:,}` for a named region: the least that it saves is {least:,} "
+            f"bytes:{lines}\nRaise the budget to that, or let more kinds of work run again "
+            "(`again=`)."
+        )
+
+    def _too_small(self, budget: int) -> str:
+        best = self.least
+        top = [b for b in best.memory.at_peak if b.line != "argument"][:5]
+        lines = "".join(f"\n  {b}" for b in top)
+        return (
+            f"`budget={budget:,}`: the least that a plan needs beside arguments and results is "
+            f"{best.peak:,} bytes, at {best.memory.peak_line}:{lines}\n"
+            f"Raise the budget to that, let more kinds of work run again (`again=`), or split the "
+            "program into more layers."
+        )
+
+
+@weakref_lru_cache
+def search(jaxpr: Jaxpr, active: tuple[bool, ...], settings: Settings) -> Search:
+    """The plans of a program, found once."""
+    return Search(jaxpr, active, settings)

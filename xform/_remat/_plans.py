@@ -1,0 +1,48 @@
+"""What a region does when it is differentiated, where its plan sets a price."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from xform._compat import Jaxpr, weakref_lru_cache
+from xform._remat._cut import Cut, Settings, chosen, frontier
+from xform._remat._halves import Halves
+from xform._remat._joint import Joint, linearize
+
+
+@dataclass(frozen=True)
+class Inner:
+    """A region inside of another, whose plan sets the price of its bytes.
+
+    Attributes:
+      price: in bytes a floating-point operation.
+      settings: of its cut; None to save what its own regions ask for, and nothing else.
+      barrier: whether XLA could undo it: not between two loops.
+    """
+
+    price: float
+    settings: Settings | None
+    barrier: bool = True
+
+    def halves(self, jaxpr: Jaxpr, active: tuple[bool, ...]) -> Halves:
+        joint = joint_of(jaxpr, active)
+        if self.settings is None:
+            return Halves(joint, Cut(tuple(joint.needed), (), 0, 0), self.barrier)
+        cuts = frontier_of(jaxpr, active, self.settings)
+        return Halves(joint, chosen(cuts, self.price), self.barrier, cuts)
+
+    def grown(self, before: int) -> Inner:
+        if self.settings is None:
+            return self
+        free = (True,) * before + self.settings.free
+        return replace(self, settings=replace(self.settings, free=free))
+
+
+@weakref_lru_cache
+def joint_of(jaxpr: Jaxpr, active: tuple[bool, ...]) -> Joint:
+    return linearize(jaxpr, active)
+
+
+@weakref_lru_cache
+def frontier_of(jaxpr: Jaxpr, active: tuple[bool, ...], settings: Settings) -> list[Cut]:
+    return frontier(joint_of(jaxpr, active), settings)
