@@ -17,6 +17,7 @@ from xform.primitives.masks import prefix as prefix
 from xform.primitives.masks import sliding_window as sliding_window
 
 if TYPE_CHECKING:
+    from xform import numerics as numerics
     from xform import sharding as sharding
     from xform._cost import cost as cost
     from xform._cost_rules import Work as Work
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
 _MODULES, __getattr__, __dir__ = later(
     __name__,
     {
+        "numerics": (),
         "sharding": (),
         "_cost": ("cost",),
         "_cost_rules": ("Work", "cost_rule"),
