@@ -31,6 +31,12 @@ if TYPE_CHECKING:
     from xform._explain import no_host_gap as no_host_gap
     from xform._memory import Memory as Memory
     from xform._memory import memory as memory
+    from xform._precision import FORMATS as FORMATS
+    from xform._precision import Policy as Policy
+    from xform._precision import Products as Products
+    from xform._precision import native as native
+    from xform._precision import precision as precision
+    from xform._precision import quantise as quantise
     from xform._roofline import hfu as hfu
     from xform._roofline import mfu as mfu
     from xform._roofline import roofline as roofline
@@ -51,6 +57,7 @@ _MODULES, __getattr__, __dir__ = later(
         "_devices": ("Device", "device"),
         "_explain": ("Report", "explain", "no_host_gap"),
         "_memory": ("Memory", "memory"),
+        "_precision": ("FORMATS", "Policy", "Products", "native", "precision", "quantise"),
         "_roofline": ("hfu", "mfu", "roofline"),
         "primitives.cross_entropy": ("linear_cross_entropy",),
         "primitives.drop_in": ("dot_product_attention", "flash_attention"),
