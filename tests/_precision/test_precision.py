@@ -1,6 +1,7 @@
 """A program in a policy's dtypes: where casts stand, what stays float32, and how close it is."""
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -39,10 +40,14 @@ def loss(ws, x):
 WS, X = random(5, 16, 16, scale=0.25), random(4, 16, seed=1)
 
 
+def of(var) -> Any:
+    return var.aval
+
+
 def where(program, *names):
     """Path and result dtype of each equation of these primitives."""
     return [
-        (site.path, site.eqn.outvars[0].aval.dtype.name)
+        (site.path, of(site.eqn.outvars[0]).dtype.name)
         for site in walk(program)
         if site.eqn.primitive.name in names
     ]
@@ -55,7 +60,7 @@ def test_casts_stand_inside_of_the_scan():
         site
         for site in walk(program)
         if site.eqn.primitive.name == "convert_element_type"
-        and site.eqn.invars[0].aval.shape[-2:] == (16, 16)
+        and of(site.eqn.invars[0]).shape[-2:] == (16, 16)
     ]
     assert [site.path[0][0] for site in casts] == ["scan"]
     assert where(program, "dot_general") == [((("scan", "jaxpr"),), "bfloat16")]
@@ -63,8 +68,8 @@ def test_casts_stand_inside_of_the_scan():
     assert {dtype for _, dtype in where(backward, "dot_general")} == {"bfloat16"}
     assert not [
         site for site in walk(backward)
-        if site.depth == 0 and site.eqn.outvars[0].aval.shape == (5, 16, 16)
-        and site.eqn.outvars[0].aval.dtype == jnp.bfloat16
+        if site.depth == 0 and of(site.eqn.outvars[0]).shape == (5, 16, 16)
+        and of(site.eqn.outvars[0]).dtype == jnp.bfloat16
     ]  # fmt: skip
 
 
@@ -155,9 +160,9 @@ def test_our_primitives_become_those_of_the_narrow_dtype():
         next(site.eqn for site in walk(program) if site.eqn.primitive.name == name)
         for name in ("flex_attention", "linear_cross_entropy")
     )
-    assert [v.aval.dtype.name for v in attention.invars[:3]] == ["bfloat16"] * 3
-    assert [v.aval.dtype.name for v in attention.outvars] == ["bfloat16", "float32", "float32"]
-    assert [v.aval.dtype.name for v in entropy.invars[:2]] == ["bfloat16"] * 2
+    assert [of(v).dtype.name for v in attention.invars[:3]] == ["bfloat16"] * 3
+    assert [of(v).dtype.name for v in attention.outvars] == ["bfloat16", "float32", "float32"]
+    assert [of(v).dtype.name for v in entropy.invars[:2]] == ["bfloat16"] * 2
     every = tuple(range(4))
     want, wants = once(jax.value_and_grad(f, argnums=every), *args)
     got, gots = once(jax.value_and_grad(precision(f, "bf16"), argnums=every), *args)
@@ -179,12 +184,12 @@ def test_other_dtypes_are_left_as_they_are_written():
 
 def test_each_dtype_of_a_policy():
     program = lambda **dtypes: trace(precision(loss, Policy(**dtypes)), WS, X)
-    assert program(output="bfloat16").out_avals[0].dtype == jnp.bfloat16
-    assert program(compute="float16").out_avals[0].dtype == jnp.float32
+    assert of(program(output="bfloat16").outvars[0]).dtype == jnp.bfloat16
+    assert of(program(compute="float16").outvars[0]).dtype == jnp.float32
     assert {d for _, d in where(program(compute="float16"), "dot_general")} == {"float16"}
     assert {d for _, d in where(program(accumulate="bfloat16"), "integer_pow")} == {"bfloat16"}
     stored = program(params="bfloat16")
-    first = next(site for site in walk(stored) if site.eqn.outvars[0].aval.shape == (5, 16, 16))
+    first = next(site for site in walk(stored) if of(site.eqn.outvars[0]).shape == (5, 16, 16))
     assert (first.depth, first.eqn.outvars[0].aval.dtype) == (0, jnp.bfloat16)
     exact = precision(loss, "f32")(WS, X)
     assert exact == loss(WS, X)
@@ -203,9 +208,9 @@ def test_gradients_are_summed_over_devices_in_reduce(reduce):
     place = lambda x, spec: jax.device_put(x, jax.NamedSharding(mesh, spec))
     args = place(WS[0], P("tp")), place(random(8, 16, seed=2), P("dp", "tp"))
     sums = [
-        site.eqn.invars[0].aval
+        of(site.eqn.invars[0])
         for site in walk(trace(jax.grad(f), *args))
-        if "psum" in site.eqn.primitive.name and site.eqn.invars[0].aval.ndim
+        if "psum" in site.eqn.primitive.name and of(site.eqn.invars[0]).ndim
     ]
     assert len(sums) == 2  # of y, and of the gradient of w over dp
     assert sums[0].dtype == reduce

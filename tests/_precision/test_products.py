@@ -1,4 +1,4 @@
-"""Products of numbers of 8 and 4 bits, forward and backward, against products of the same numbers."""
+"""Products of numbers of 8 and 4 bits, forward and backward, against those of the same numbers."""
 
 import jax
 import jax.numpy as jnp
@@ -57,7 +57,7 @@ def test_elements_of_8_bits_are_what_is_multiplied():
     f = precision(lambda x, y: jnp.sum(x @ y), "fp8")
     program = trace(jax.grad(f, argnums=(0, 1)), random(8, 32), random(32, 16))
     found = [
-        tuple(v.aval.dtype.name for v in site.eqn.invars)
+        tuple(jnp.result_type(v.aval).name for v in site.eqn.invars)
         for site in walk(program)
         if site.eqn.primitive.name == "dot_general"
     ]
@@ -73,7 +73,7 @@ def test_any_dimension_numbers(einsum):
     sizes = dict(a=2, b=3, i=8, j=16, k=4, l=5)
     left, right = einsum.split("->")[0].split(",")
     x, y = (random(*(sizes[c] for c in s), seed=n) for n, s in enumerate((left, right)))
-    exact = lambda x, y: jnp.sum(jnp.sin(jnp.einsum(einsum, x, y)))
+    exact = lambda x, y: jnp.sum(jnp.einsum(einsum, x, y) ** 2)
     wants = jax.grad(exact, argnums=(0, 1))(x, y)
     for name in ("fp8", "mxfp8"):
         gots = jax.grad(precision(exact, name), argnums=(0, 1))(x, y)
@@ -127,7 +127,7 @@ def test_each_layer_of_a_scan_has_its_own_through_remat_and_branches():
         return x, None
 
     f = lambda ws, x: jnp.sum(lax.scan(jax.checkpoint(layer), x @ ws[0], ws)[0])
-    ws = random(3, 8, 8) * jnp.array([1.0, 2.0, 4.0])[:, None, None]
+    ws = 0.3 * random(3, 8, 8) * jnp.array([1.0, 2.0, 4.0])[:, None, None]
     x = random(4, 8, seed=1)
     g = precision(f, "fp8_delayed")
     state = g.init(ws, x)
@@ -150,7 +150,7 @@ def test_devices_share_the_largest_size(layout):
     sharded = jax.shard_map(body, mesh=mesh, in_specs=(P(), spec), out_specs=P())
     name = "fp8_delayed"
     f, one = precision(sharded, name), precision(lambda w, x: jnp.sum(jnp.tanh(x @ w)), name)
-    state, grads = one.init(w, x), None
+    state, grads, own = one.init(w, x), jnp.ones(()), jnp.ones(())
     placed = jax.device_put(x, jax.NamedSharding(mesh, spec))
     everywhere = lambda tree: jax.device_put(tree, jax.NamedSharding(mesh, P()))
     mine = everywhere(f.init(w, placed))
@@ -164,7 +164,7 @@ def test_devices_share_the_largest_size(layout):
 def test_a_state_is_refused_where_it_means_nothing():
     with pytest.raises(ValueError, match="`delayed` is of scales of whole tensors"):
         Products("mxfp8", None, delayed=True)
-    with pytest.raises(ValueError, match="`forward` is 'fp8'; there is 'e4m3'.*`history` is 0"):
+    with pytest.raises(ValueError, match=r"`forward` is 'fp8'; there is 'e4m3'.*`history` is 0"):
         Products("fp8", history=0)
 
 

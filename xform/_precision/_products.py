@@ -24,6 +24,7 @@ from jax import lax
 from xform._compat import varying_axes
 from xform._precision._formats import FORMATS, encode, quantise, scale_of
 from xform._precision._policy import Products
+from xform.numerics._single import single
 
 type Dims = tuple[tuple[Sequence[int], Sequence[int]], tuple[Sequence[int], Sequence[int]]]
 
@@ -100,6 +101,7 @@ def operand(
     """An operand of a product, rounded to a format along the dimensions that are summed over."""
     if format is None:
         return Operand(x.astype(compute), None)
+    x = single(x) if x.dtype.itemsize < 4 else x  # its size and its elements are of one rounding
     kind = FORMATS[format]
     if kind.block and summed:
         return _block_operand(x, format, tuple(summed))
@@ -115,10 +117,11 @@ def _block_operand(x: Any, format: str, summed: tuple[int, ...]) -> Operand:
     """Blocks lie along the last of the dimensions that are summed over."""
     q = quantise(x, format, dim=summed[-1])
     exact = q._replace(scale=jnp.float32(1)).dequantise(jnp.bfloat16)
-    return Operand(exact, q.scale)
+    return Operand(exact, q.scale if format == "nvfp4" else None)
 
 
 def _size(x: Any) -> Any:
+    x = single(x) if x.dtype.itemsize < 4 else x
     return jnp.max(jnp.abs(x.astype(jnp.float32)), initial=0.0)
 
 
@@ -173,15 +176,16 @@ def _again(options: Options, kept: Any, summed: Sequence[int]) -> Operand:
 
 
 def _multiply(a: Operand, b: Operand, dims: Dims, dtype: Any, out_sharding: Any = None) -> Any:
+    """Elements of 8 bits add up in float32; wider ones as their dtype does, and are scaled after."""
     x, y = a.array, b.array
     small = [v.dtype.itemsize == 1 for v in (x, y)]
     if not all(small):  # one of them is wider: so is the product, exactly
-        x, y = (v.astype(dtype) if s else v for v, s in zip((x, y), small, strict=True))
-    scales = [s for s in (a.scale, b.scale) if s is not None]
+        wide = y.dtype if small[0] else x.dtype if small[1] else jnp.promote_types(x, y)
+        x, y = x.astype(wide), y.astype(wide)
     out = lax.dot_general(
-        x, y, dims, preferred_element_type=jnp.float32 if scales else dtype,
+        x, y, dims, preferred_element_type=jnp.float32 if all(small) else x.dtype,
         out_sharding=out_sharding,
     )  # fmt: skip
-    for scale in scales:
-        out = out * scale
+    for scale in (a.scale, b.scale):
+        out = out if scale is None else out * scale
     return out.astype(dtype)

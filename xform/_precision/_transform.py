@@ -16,7 +16,7 @@ from xform._precision._held import FIXED, LEAF, Held, governed, slots
 from xform._precision._policy import Policy, policy_of
 
 
-def precision(f: Callable, policy: Policy | str) -> Callable:
+def precision(f: Callable, policy: Policy | str) -> Any:
     """Returns `f` computed in the dtypes of a policy, where it is written in float32.
 
     Matrix products, and what is elementwise made of their results, are computed in `compute`; sums,
