@@ -32,11 +32,14 @@ if TYPE_CHECKING:
     from xform._memory import Memory as Memory
     from xform._memory import memory as memory
     from xform._precision import FORMATS as FORMATS
+    from xform._precision import LossScale as LossScale
     from xform._precision import Policy as Policy
     from xform._precision import Products as Products
+    from xform._precision import all_finite as all_finite
     from xform._precision import native as native
     from xform._precision import precision as precision
     from xform._precision import quantise as quantise
+    from xform._precision import stochastic_round as stochastic_round
     from xform._roofline import hfu as hfu
     from xform._roofline import mfu as mfu
     from xform._roofline import roofline as roofline
@@ -57,7 +60,10 @@ _MODULES, __getattr__, __dir__ = later(
         "_devices": ("Device", "device"),
         "_explain": ("Report", "explain", "no_host_gap"),
         "_memory": ("Memory", "memory"),
-        "_precision": ("FORMATS", "Policy", "Products", "native", "precision", "quantise"),
+        "_precision": (
+            *("FORMATS", "LossScale", "Policy", "Products", "all_finite", "native", "precision"),
+            *("quantise", "stochastic_round"),
+        ),
         "_roofline": ("hfu", "mfu", "roofline"),
         "primitives.cross_entropy": ("linear_cross_entropy",),
         "primitives.drop_in": ("dot_product_attention", "flash_attention"),

@@ -190,7 +190,7 @@ def test_each_dtype_of_a_policy():
     assert {d for _, d in where(program(accumulate="bfloat16"), "integer_pow")} == {"bfloat16"}
     stored = program(params="bfloat16")
     first = next(site for site in walk(stored) if of(site.eqn.outvars[0]).shape == (5, 16, 16))
-    assert (first.depth, first.eqn.outvars[0].aval.dtype) == (0, jnp.bfloat16)
+    assert (first.depth, of(first.eqn.outvars[0]).dtype) == (0, jnp.bfloat16)
     exact = precision(loss, "f32")(WS, X)
     assert exact == loss(WS, X)
 

@@ -25,10 +25,10 @@ from xform._precision._held import (
 )
 from xform._precision._policy import Policy
 from xform._precision._products import Options, product
+from xform._single import single
 from xform.jaxpr._interpret import called, evaluate
 from xform.jaxpr._rewrite import rewrite
 from xform.jaxpr._walk import sub_jaxprs
-from xform.numerics._single import single
 
 type Rule = Callable[..., list[Held]]  # of a caster, an equation, its operands, their states
 

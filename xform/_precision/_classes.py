@@ -1,6 +1,6 @@
 """Which equations are computed in what, by primitive: the tables of `xform.precision`."""
 
-from xform.numerics._events import ELEMENTWISE, MOVES
+from xform._ops import ELEMENTWISE, MOVES
 
 # Sums, and functions that a narrow operand would cost range or digits: in `accumulate`.
 ACCUMULATES = frozenset(

@@ -24,7 +24,7 @@ from jax import lax
 from xform._compat import varying_axes
 from xform._precision._formats import FORMATS, encode, quantise, scale_of
 from xform._precision._policy import Products
-from xform.numerics._single import single
+from xform._single import single
 
 type Dims = tuple[tuple[Sequence[int], Sequence[int]], tuple[Sequence[int], Sequence[int]]]
 
@@ -176,16 +176,20 @@ def _again(options: Options, kept: Any, summed: Sequence[int]) -> Operand:
 
 
 def _multiply(a: Operand, b: Operand, dims: Dims, dtype: Any, out_sharding: Any = None) -> Any:
-    """Elements of 8 bits add up in float32; wider ones as their dtype does, and are scaled after."""
+    """Elements of 8 bits are multiplied as such, and what has a scale is rounded after it.
+
+    Emulated operands have 8 digits at most: products of float32 are exact for them in matrix units
+    that keep fewer, and no device lacks them.
+    """
     x, y = a.array, b.array
-    small = [v.dtype.itemsize == 1 for v in (x, y)]
-    if not all(small):  # one of them is wider: so is the product, exactly
-        wide = y.dtype if small[0] else x.dtype if small[1] else jnp.promote_types(x, y)
+    scales = [s for s in (a.scale, b.scale) if s is not None]
+    if not all(v.dtype.itemsize == 1 for v in (x, y)):
+        wide = jnp.float32 if scales else jnp.promote_types(x.dtype, y.dtype)
         x, y = x.astype(wide), y.astype(wide)
     out = lax.dot_general(
-        x, y, dims, preferred_element_type=jnp.float32 if all(small) else x.dtype,
+        x, y, dims, preferred_element_type=jnp.float32 if scales else x.dtype,
         out_sharding=out_sharding,
     )  # fmt: skip
-    for scale in (a.scale, b.scale):
-        out = out if scale is None else out * scale
+    for scale in scales:
+        out = out * scale
     return out.astype(dtype)

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from xform._ops import ELEMENTWISE
 from xform._program import Node, Region, Value, carried
-from xform.numerics._events import ELEMENTWISE
 from xform.numerics._run import own_inputs, runs_regions
 
 type Labels = tuple[str | None, ...]

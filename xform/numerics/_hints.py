@@ -6,8 +6,8 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from xform._ops import ELEMENTWISE, MOVES
 from xform._program import Node, Value
-from xform.numerics._events import ELEMENTWISE, MOVES
 
 _UNSELECTED = (
     "a `where` did not take this element, but the derivative of its branch is computed all the "

@@ -119,8 +119,8 @@ def _split_rounding(node: Node) -> Iterator[Finding]:
         return
     x, top = difference.ins
     source = root(x)
-    maxima = [made_by(v, "reduce_max", "pmax", "cummax") for v in behind_choices(top)]
-    maxima = [made_by(m.ins[0], "reduce_max") or m if m.name == "pmax" else m for m in maxima if m]
+    maxima = [m for v in behind_choices(top) if (m := made_by(v, "reduce_max", "pmax", "cummax"))]
+    maxima = [made_by(m.ins[0], "reduce_max") or m for m in maxima]
     if not any(root(m.ins[0]) is source for m in maxima):
         return
     made = [(v, v.node.name) for v in behind_choices(source) if v.node is not None]
@@ -161,9 +161,11 @@ def _lost_remainder(node: Node) -> Iterator[Finding]:
 
 
 def _narrows(value: Value) -> bool:
+    """Whether a value is the cast of a wider float to a narrow one."""
     node = value.node
-    cast = node is not None and node.name == "convert_element_type"
-    return cast and narrow(value) and not narrow(node.ins[0]) and _is_float(node.ins[0])
+    if node is None or node.name != "convert_element_type" or not narrow(value):
+        return False
+    return _is_float(node.ins[0]) and not narrow(node.ins[0])
 
 
 def _is_float(value: Value) -> bool:

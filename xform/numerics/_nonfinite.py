@@ -14,10 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
+from xform._ops import ELEMENTWISE
 from xform._program import Node, Region, Value, program
 from xform.numerics._dims import follow
 from xform.numerics._events import (
-    ELEMENTWISE,
     OPERANDS,
     Events,
     aligned,
@@ -305,12 +305,8 @@ def _origin(
     site: Site, record: Events, i: int, value: Value, labels: Sequence, more: int
 ) -> Origin:
     node, shape = site.node, value.aval.shape
-    turns = record.turns[i]
-    iterations = []
-    for step, turn in zip(site.loops, turns, strict=False):
-        back = step.node.name == "scan" and step.node.eqn.params["reverse"]
-        last = step.node.eqn.params["length"] - 1 if back else 0
-        iterations.append((step.node.name, last - int(turn) if back else int(turn)))
+    turns = zip(site.loops, record.turns[i].tolist(), strict=False)
+    iterations = tuple((step.node.name, step.iteration(turn)) for step, turn in turns)
     operands = tuple(
         _operand(node, v, words)
         for v, words in zip(node.ins[:OPERANDS], record.words[i], strict=False)
@@ -320,7 +316,7 @@ def _origin(
     kind = "nan" if record.nan[i] else "inf"
     return Origin(
         kind, node.name, node.line, operands, value.aval.str_short(short_dtypes=True),
-        index, tuple(iterations), site.device, more, batch, node.phase,
+        index, iterations, site.device, more, batch, node.phase,
         hint_for(node, kind, [x.value for x in operands]),
     )  # fmt: skip
 

@@ -64,6 +64,11 @@ class Step:
     label: str = ""
     branch: int = 0
 
+    def iteration(self, turn: int) -> int:
+        """Which iteration a turn of this loop is: a scan in reverse begins at its last."""
+        params = self.node.eqn.params
+        return params["length"] - 1 - turn if params.get("reverse") else turn
+
 
 @dataclass(frozen=True)
 class Site:
