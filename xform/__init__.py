@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from xform._memory import Memory as Memory
     from xform._memory import memory as memory
     from xform._precision import FORMATS as FORMATS
+    from xform._precision import POLICIES as POLICIES
     from xform._precision import LossScale as LossScale
     from xform._precision import Policy as Policy
     from xform._precision import Products as Products
@@ -61,8 +62,8 @@ _MODULES, __getattr__, __dir__ = later(
         "_explain": ("Report", "explain", "no_host_gap"),
         "_memory": ("Memory", "memory"),
         "_precision": (
-            *("FORMATS", "LossScale", "Policy", "Products", "all_finite", "native", "precision"),
-            *("quantise", "stochastic_round"),
+            *("FORMATS", "POLICIES", "LossScale", "Policy", "Products", "all_finite", "native"),
+            *("precision", "quantise", "stochastic_round"),
         ),
         "_roofline": ("hfu", "mfu", "roofline"),
         "primitives.cross_entropy": ("linear_cross_entropy",),

@@ -12,9 +12,9 @@ def single(x: Inexact[Array, ...]) -> Inexact[Array, ...]:
 
     A compiler may compute a value anew for each reader, and keep the digits that its dtype has no
     room for: XLA does so with bfloat16 on a CPU, and with a product that meets a sum on any device
-    that has a fused multiply-add. Then `x - max(x)` is positive, and `(a + b) - a` is `b`. Here a
-    narrow dtype is rounded by an operation of its own, which costs no memory; a value of 32 or 64
-    bits is computed once, behind a barrier that nothing is fused across.
+    that has a fused multiply-add. Then `x - max(x)` is positive, and `(a + b) - a` is `b`. Here
+    bfloat16 and float16 are rounded by an operation of its own, which costs no memory; any other
+    value is computed once, behind a barrier that nothing is fused across.
 
     Args:
       x: an array of floating-point numbers.
@@ -28,7 +28,7 @@ def single(x: Inexact[Array, ...]) -> Inexact[Array, ...]:
     >>> float(jax.jit(lambda x: above_maximum(single(x * jnp.bfloat16(333))))(x))
     0.0
     """
-    if jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize < 4:
+    if jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize == 2:
         info = jnp.finfo(x.dtype)
         return lax.reduce_precision(x, info.nexp, info.nmant)
     return lax.optimization_barrier(x)

@@ -17,7 +17,8 @@ def random(*shape, seed=0):
 
 
 def by_operation(report):
-    return {row.operation: row for row in report.rows}
+    """Of each operation the row with the largest error of its own."""
+    return {row.operation: row for row in reversed(report.worst)}
 
 
 def test_the_guilty_equation_is_apart_from_those_that_pass_it_on():
@@ -29,7 +30,9 @@ def test_the_guilty_equation_is_apart_from_those_that_pass_it_on():
     x = random(64).astype(jnp.float16) * jnp.float16(0.1)
     report = compare(f)(x)
     rows = by_operation(report)
-    assert rows["add"].introduced == pytest.approx(1.4e-4, rel=0.3)
+    # All become 1000, the nearest of what lies 0.5 apart.
+    size = np.sqrt(np.mean(np.asarray(x, np.float64) ** 2))
+    assert rows["add"].introduced == pytest.approx(size / 1000, rel=0.01)
     assert rows["add"].passed_on == 0
     assert rows["sub"].introduced < 1e-6
     assert rows["sub"].passed_on > 0.5
@@ -67,8 +70,8 @@ def test_the_turn_of_a_loop_with_the_largest_error():
         lambda x: lax.while_loop(lambda c: c[0] < 4, lambda c: (c[0] + 1, c[1] * 1.1), (0, x))[1],
         lambda x: lax.cond(x[0] > 0, jnp.sin, jnp.cos, x),
         jax.checkpoint(lambda x: jnp.sin(x) * 2),
-        jax.grad(lambda x: jnp.sum(jax.nn.relu(x) ** 2)),
-        jax.vmap(lambda x: jnp.cumsum(jnp.stack([x, x]))[1]),
+        jax.grad(lambda x: jnp.sum(jax.nn.relu(x * 1.1) ** 3)),
+        jax.vmap(lambda x: jnp.cumsum(jnp.stack([x, x * 1.1]))[1]),
     ],
     ids=["while", "cond", "remat", "grad", "vmap"],
 )

@@ -94,6 +94,15 @@ def test_what_is_read_as_it_is_stored_is_fine(f):
     assert "split rounding" not in rules(f, random(2, 8, 4, 16))
 
 
+@pytest.mark.parametrize("name", ["float8_e4m3fn", "float8_e5m2", "float16", "bfloat16"])
+def test_single_keeps_every_number(name):
+    dtype = getattr(jnp, name)
+    every = np.arange(2 ** (8 * dtype.dtype.itemsize), dtype=f"uint{8 * dtype.dtype.itemsize}")
+    x = lax.bitcast_convert_type(every, dtype)
+    got = jax.jit(single)(x).astype(jnp.float32)
+    np.testing.assert_array_equal(got, x.astype(jnp.float32))
+
+
 def test_single_has_derivatives_and_batches():
     f = lambda x: jnp.sum(single(x * 3) ** 2)
     for dtype in (jnp.float32, jnp.bfloat16):

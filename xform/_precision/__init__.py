@@ -7,6 +7,7 @@ from xform._precision._formats import native as native
 from xform._precision._formats import quantise as quantise
 from xform._precision._loss_scale import LossScale as LossScale
 from xform._precision._loss_scale import all_finite as all_finite
+from xform._precision._policy import POLICIES as POLICIES
 from xform._precision._policy import Policy as Policy
 from xform._precision._policy import Products as Products
 from xform._precision._rounding import stochastic_round as stochastic_round

@@ -140,7 +140,7 @@ class Caster:
             return outs
         return [
             Held(single(h.array), NARROW)
-            if h.kind == NARROW and v in self.shared and h.array.dtype.itemsize < 4
+            if h.kind == NARROW and v in self.shared and h.array.dtype.itemsize == 2
             else h
             for h, v in zip(outs, eqn.outvars, strict=True)
         ]

@@ -101,7 +101,7 @@ def operand(
     """An operand of a product, rounded to a format along the dimensions that are summed over."""
     if format is None:
         return Operand(x.astype(compute), None)
-    x = single(x) if x.dtype.itemsize < 4 else x  # its size and its elements are of one rounding
+    x = single(x) if x.dtype.itemsize == 2 else x  # its size and its elements are of one rounding
     kind = FORMATS[format]
     if kind.block and summed:
         return _block_operand(x, format, tuple(summed))
@@ -121,7 +121,7 @@ def _block_operand(x: Any, format: str, summed: tuple[int, ...]) -> Operand:
 
 
 def _size(x: Any) -> Any:
-    x = single(x) if x.dtype.itemsize < 4 else x
+    x = single(x) if x.dtype.itemsize == 2 else x
     return jnp.max(jnp.abs(x.astype(jnp.float32)), initial=0.0)
 
 
