@@ -12,6 +12,7 @@ of `dp` (each a part of the batch) × `tp` (each a part of the matrices). What i
 in `runs/`. Ctrl-C lets it finish and save its step; `--resume` goes on as if nothing had happened.
 """
 
+import contextlib
 import dataclasses
 import io
 import math
@@ -34,7 +35,7 @@ from rich.progress import BarColumn, Progress, TimeRemainingColumn
 
 import llama
 from generate import generate
-from xform import Costs, cost, explain, hfu, memory, mfu, numerics, precision
+from xform import Costs, all_finite, cost, explain, hfu, memory, mfu, numerics, precision
 from xform.sharding import check_divisible, cpu_devices, make_mesh, settle, shardings
 from xform.train import files, run
 from xform.train.checkpoint import Checkpoints
@@ -238,7 +239,7 @@ def training(
         updates, optimizer_state = optimizer.update(grads, state["optimizer"], state["params"])
         params = optax.apply_updates(state["params"], updates)
         # What is not finite changes nothing, so that there is still something to look at.
-        good = jnp.isfinite(loss) & jnp.isfinite(optax.global_norm(grads))
+        good = all_finite((loss, grads))
         new = {"params": params, "optimizer": optimizer_state}
         kept = jax.tree.map(lambda new, old: jnp.where(good, new, old), new, state)
         return kept, jnp.where(good, loss, jnp.nan)
@@ -333,6 +334,19 @@ def restored(checkpoints: Checkpoints, state: dict, info: dict) -> dict:
     return checkpoints.restore(state)
 
 
+@contextlib.contextmanager
+def told_what_is_saved(checkpoints: Checkpoints) -> Iterator[None]:
+    """Adds to the error of a step that is not finite what there is to go back to."""
+    try:
+        yield
+    except FloatingPointError as error:
+        error.add_note(
+            f"the last step that is saved is {checkpoints.latest}. Lower the learning rate, or "
+            "look at the data."
+        )
+        raise
+
+
 def fit(config: Config, mesh: Mesh, rows: Source, folder: Path, stop: run.Stop) -> tuple[dict, int]:
     """Trains until the last step, or until it is asked to stop; saves as it goes and at the end.
 
@@ -346,7 +360,7 @@ def fit(config: Config, mesh: Mesh, rows: Source, folder: Path, stop: run.Stop) 
             state = restored(checkpoints, state, info)
         costs = forecast(config, mesh)
         steps, done = training(config, mesh, rows, state, before), before
-        with Metrics(folder, PANELS, done=before) as metrics:
+        with Metrics(folder, PANELS, done=before) as metrics, told_what_is_saved(checkpoints):
             for done, state, loss, rate in watched(config, steps, before, costs):
                 metrics.write(done, loss=loss, tokens_per_second=rate)
                 last = bool(stop)  # asked once: what it is asked for is saved

@@ -83,6 +83,21 @@ def test_values_and_float32_gradients(policy):
         assert 0 < error < 4 * EPS[policy]
 
 
+def test_lines_and_scopes_stay_those_of_the_user():
+    def f(w, x):
+        with jax.named_scope("block"):
+            return lax.scan(lambda x, w: (x @ w, None), x, w)[0].sum()
+
+    for g in (f, jax.grad(f)):
+        sites = list(walk(trace(precision(g, "bf16"), WS, X)))
+        first = f.__code__.co_firstlineno
+        lines = {site.line for site in sites} - {"unknown"}  # of casts of results
+        assert {line.split(" ")[0] for line in lines} == {f"{__file__}:{first + 2}"}
+        scans = [site for site in sites if site.eqn.primitive.name == "scan"]
+        assert all("block" in str(site.eqn.source_info.name_stack) for site in scans)
+        assert scans
+
+
 def test_sums_and_exponentials_are_wide():
     f = lambda w, x: jax.nn.softmax(x @ w).sum(0)
     program = trace(precision(f, "bf16"), WS[0], X)

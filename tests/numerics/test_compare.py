@@ -52,6 +52,7 @@ def test_a_policy_of_precision():
     assert 2**-10 < rows["convert_element_type"].introduced < 2**-8
     assert 2**-11 < rows["dot_general"].introduced < 2**-8
     assert rows["exp"].introduced < 1e-6 < rows["exp"].passed_on
+    assert rows["dot_general"].line.startswith(f"{__file__}:{f.__code__.co_firstlineno}")
     eight = compare(f, Policy(products=Products("e4m3", None)))(random(32, 8), random(4, 32))
     assert eight.outputs[0] > 3 * report.outputs[0]
 

@@ -9,7 +9,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
-from xform._compat import Jaxpr, JaxprEqn, Var
+from xform._compat import Jaxpr, JaxprEqn, Var, source_info_util
 from xform._precision._classes import ACCUMULATES, LIKE_OPERANDS, REDUCE, ROUNDS
 from xform._precision._held import (
     FIXED,
@@ -49,7 +49,9 @@ class Caster:
         def apply(eqn: JaxprEqn, *held: Held) -> list[Held]:
             count = len(slots_of(eqn)) if left else 0
             mine, left[:] = left[:count], left[count:]
-            with eqn.ctx.manager:
+            stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
+            source = source_info_util.user_context(eqn.source_info.traceback, name_stack=stack)
+            with source, eqn.ctx.manager:
                 return self.once(eqn, self.equation(eqn, held, mine))
 
         return evaluate(jaxpr, jaxpr.consts, args, apply, lift)
