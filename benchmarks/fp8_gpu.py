@@ -6,9 +6,9 @@
 One process, one table. Rows take turns, so that all meet the same clock and heat; a time is the
 median over rounds of some calls in flight, which is the time of the device. Operands are normal
 random numbers in bfloat16, as activations are. A row's time holds all that it does: its maxima, its
-rounding to 8 bits, and its scales. The last rows begin with elements that are in 8 bits already, and
-with float32 weights. Errors are root mean squares against the product of the bfloat16 numbers in
-float32, relative to the result's.
+rounding to 8 bits, and its scales. "The product alone" begins with elements that are in 8 bits
+already. Errors are root mean squares against the product of the bfloat16 numbers in float32,
+relative to the result's.
 """
 
 from __future__ import annotations
