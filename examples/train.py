@@ -12,6 +12,7 @@ of `dp` (each a part of the batch) × `tp` (each a part of the matrices). What i
 in `runs/`. Ctrl-C lets it finish and save its step; `--resume` goes on as if nothing had happened.
 """
 
+import contextlib
 import dataclasses
 import io
 import math
@@ -25,6 +26,7 @@ from pathlib import Path
 from typing import Literal
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import Mesh
@@ -33,7 +35,7 @@ from rich.progress import BarColumn, Progress, TimeRemainingColumn
 
 import llama
 from generate import generate
-from xform import Costs, cost, explain, hfu, memory, mfu
+from xform import Costs, all_finite, cost, explain, hfu, memory, mfu, numerics, precision
 from xform.sharding import check_divisible, cpu_devices, make_mesh, settle, shardings
 from xform.train import files, run
 from xform.train.checkpoint import Checkpoints
@@ -54,6 +56,10 @@ class Config:
     learning_rate: float = 3e-3
     """Its peak: it rises over a tenth of the steps, then falls along a cosine to a tenth."""
     weight_decay: float = 0.1
+    precision: Literal["f32", "bf16", "f16", "fp8", "fp8_forward", "mxfp8", "mxfp4", "nvfp4"] = (
+        "f32"
+    )
+    """What loss and gradients are computed in; parameters and their gradients are float32."""
     explain: str | None = None
     """A file to write what the compiled step runs to, by line: a page if it ends in `.html`."""
     seed: int = 0
@@ -163,13 +169,16 @@ def mesh_for(config: Config) -> Mesh:
 # ---- training ------------------------------------------------------------------------------------
 
 
-def loss_and_grads(params: dict, rows: Rows, model: llama.Config) -> tuple[jax.Array, dict]:
+def loss_and_grads(
+    params: dict, rows: Rows, model: llama.Config, policy: str = "f32"
+) -> tuple[jax.Array, dict]:
     """Returns the mean loss of all labels and its gradients; runs on each device in `shard_map`."""
     # Marked as varying over dp, the parameters get the gradients of this device's rows alone, which
     # are added up once, here. Else each layer would wait for its own sum on the way back.
     local = jax.lax.pcast(params, "dp", to="varying")
-    sum_and_grads = jax.value_and_grad(partial(llama.loss, tp="tp"), has_aux=True)
-    (total, labels), grads = jax.lax.psum(sum_and_grads(local, rows, model), "dp")
+    loss = precision(partial(llama.loss, config=model, tp="tp"), policy)
+    sum_and_grads = jax.value_and_grad(loss, has_aux=True)
+    (total, labels), grads = jax.lax.psum(sum_and_grads(local, rows), "dp")
     return total / labels, jax.tree.map(lambda g: g / labels, grads)
 
 
@@ -186,7 +195,8 @@ def explained(f: Callable, file: str) -> Callable:
 
 def gradients(config: Config, mesh: Mesh) -> Callable:
     """Returns the loss and the gradients of parameters and rows, over the mesh."""
-    specs, body = llama.SPECS, partial(loss_and_grads, model=config.model)
+    specs = llama.SPECS
+    body = partial(loss_and_grads, model=config.model, policy=config.precision)
     body = jax.shard_map(body, mesh=mesh, in_specs=(specs, P("dp")), out_specs=(P(), specs))
     return jax.jit(body)
 
@@ -225,17 +235,24 @@ def training(
 
     # A program of its own: as part of the one above, XLA's CPU code for it takes ten times longer.
     @partial(jax.jit, donate_argnums=(0,))
-    def update(state, grads):
+    def update(state, loss, grads):
         updates, optimizer_state = optimizer.update(grads, state["optimizer"], state["params"])
         params = optax.apply_updates(state["params"], updates)
-        return {"params": params, "optimizer": optimizer_state}
+        # What is not finite changes nothing, so that there is still something to look at.
+        good = all_finite((loss, grads))
+        new = {"params": params, "optimizer": optimizer_state}
+        kept = jax.tree.map(lambda new, old: jnp.where(good, new, old), new, state)
+        return kept, jnp.where(good, loss, jnp.nan)
 
     state = first_state(config, mesh) if saved is None else saved
     for i in range(done, config.steps):
         part = batch(rows, i, size=config.batch, seed=config.seed)
         part = jax.device_put(part, shardings(mesh, P("dp")))
         loss, grads = settle(grads_of(state["params"], part))
-        state = settle(update(state, grads))
+        state, loss = settle(update(state, loss, grads))
+        if not math.isfinite(loss):
+            found = numerics.find_nonfinite(gradients(config, mesh))(state["params"], part)
+            raise FloatingPointError(f"step {i + 1} is not finite, and changed nothing:\n{found}")
         yield state, float(loss)
 
 
@@ -317,6 +334,19 @@ def restored(checkpoints: Checkpoints, state: dict, info: dict) -> dict:
     return checkpoints.restore(state)
 
 
+@contextlib.contextmanager
+def told_what_is_saved(checkpoints: Checkpoints) -> Iterator[None]:
+    """Adds to the error of a step that is not finite what there is to go back to."""
+    try:
+        yield
+    except FloatingPointError as error:
+        error.add_note(
+            f"the last step that is saved is {checkpoints.latest}. Lower the learning rate, or "
+            "look at the data."
+        )
+        raise
+
+
 def fit(config: Config, mesh: Mesh, rows: Source, folder: Path, stop: run.Stop) -> tuple[dict, int]:
     """Trains until the last step, or until it is asked to stop; saves as it goes and at the end.
 
@@ -330,14 +360,9 @@ def fit(config: Config, mesh: Mesh, rows: Source, folder: Path, stop: run.Stop) 
             state = restored(checkpoints, state, info)
         costs = forecast(config, mesh)
         steps, done = training(config, mesh, rows, state, before), before
-        with Metrics(folder, PANELS, done=before) as metrics:
+        with Metrics(folder, PANELS, done=before) as metrics, told_what_is_saved(checkpoints):
             for done, state, loss, rate in watched(config, steps, before, costs):
                 metrics.write(done, loss=loss, tokens_per_second=rate)
-                if not math.isfinite(loss):
-                    raise FloatingPointError(
-                        f"the loss of step {done} is {loss}; the last step that is saved is "
-                        f"{checkpoints.latest}. Lower the learning rate, or look at the data."
-                    )
                 last = bool(stop)  # asked once: what it is asked for is saved
                 if last or done == config.steps or done % config.save_every == 0:
                     checkpoints.save(done, state, info)

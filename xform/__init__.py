@@ -17,6 +17,7 @@ from xform.primitives.masks import prefix as prefix
 from xform.primitives.masks import sliding_window as sliding_window
 
 if TYPE_CHECKING:
+    from xform import numerics as numerics
     from xform import sharding as sharding
     from xform._cost import cost as cost
     from xform._cost_rules import Work as Work
@@ -30,6 +31,16 @@ if TYPE_CHECKING:
     from xform._explain import no_host_gap as no_host_gap
     from xform._memory import Memory as Memory
     from xform._memory import memory as memory
+    from xform._precision import FORMATS as FORMATS
+    from xform._precision import POLICIES as POLICIES
+    from xform._precision import LossScale as LossScale
+    from xform._precision import Policy as Policy
+    from xform._precision import Products as Products
+    from xform._precision import all_finite as all_finite
+    from xform._precision import native as native
+    from xform._precision import precision as precision
+    from xform._precision import quantise as quantise
+    from xform._precision import stochastic_round as stochastic_round
     from xform._remat import BudgetError as BudgetError
     from xform._remat import remat as remat
     from xform._roofline import hfu as hfu
@@ -44,6 +55,7 @@ if TYPE_CHECKING:
 _MODULES, __getattr__, __dir__ = later(
     __name__,
     {
+        "numerics": (),
         "sharding": (),
         "_cost": ("cost",),
         "_cost_rules": ("Work", "cost_rule"),
@@ -51,6 +63,10 @@ _MODULES, __getattr__, __dir__ = later(
         "_devices": ("Device", "device"),
         "_explain": ("Report", "explain", "no_host_gap"),
         "_memory": ("Memory", "memory"),
+        "_precision": (
+            *("FORMATS", "POLICIES", "LossScale", "Policy", "Products", "all_finite", "native"),
+            *("precision", "quantise", "stochastic_round"),
+        ),
         "_remat": ("BudgetError", "remat"),
         "_roofline": ("hfu", "mfu", "roofline"),
         "primitives.cross_entropy": ("linear_cross_entropy",),

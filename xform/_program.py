@@ -83,6 +83,7 @@ class Place:
         "again" for what is certain to be computed a second time.
       axes: sizes of the mesh axes in sight.
       remat: whether the body is that of a remat that runs again for the backward pass.
+      lower: whether primitives that are lowered to a program stand for that program.
     """
 
     parents: tuple[JaxprEqn, ...] = ()
@@ -90,6 +91,7 @@ class Place:
     phase: str = "forward"
     axes: tuple[tuple[str, int], ...] = ()
     remat: bool = False
+    lower: bool = True
 
     def of(self, eqn: JaxprEqn) -> tuple[tuple[str, ...], str]:
         """Scope and phase of an equation here."""
@@ -115,7 +117,7 @@ class Place:
         axes = self.axes
         if eqn.primitive.name == "shard_map":
             axes = tuple(eqn.params["mesh"].shape.items())
-        return Place((*self.parents, eqn), scope, phase, axes, remat)
+        return Place((*self.parents, eqn), scope, phase, axes, remat, self.lower)
 
 
 class Node:
@@ -223,9 +225,16 @@ def merge(region: Region) -> Region:
     return region
 
 
-def program(jaxpr: Jaxpr, args: Sequence[Any] = ()) -> Region:
-    """Returns the regions of a closed jaxpr; `args` may tell the content of its inputs."""
-    region = _region(jaxpr, Place())
+def program(jaxpr: Jaxpr, args: Sequence[Any] = (), *, lower: bool = True) -> Region:
+    """Returns the regions of a closed jaxpr.
+
+    Args:
+      jaxpr: the program.
+      args: may tell the content of its inputs.
+      lower: whether primitives that are lowered to a program (`xform._lowered`) stand for it; as
+        they are written, they are one node each.
+    """
+    region = _region(jaxpr, Place(lower=lower))
     for value, arg in zip(region.inputs[len(jaxpr.consts) :], args, strict=False):
         value.known = arg if _is_concrete(arg) else None
     return region
@@ -257,7 +266,7 @@ def _inline(jaxpr: Jaxpr, inputs: Sequence[Value], place: Place, nodes: list[Nod
 
     for eqn in jaxpr.eqns:
         ins = [read(atom) for atom in eqn.invars]
-        if (body := called_body(eqn)) is not None:
+        if (body := called_body(eqn, lower=place.lower)) is not None:
             consts = [Value(jax.typeof(x), known=x) for x in body.consts]
             outs = _inline(body, [*consts, *ins], place.within(eqn), nodes)
             env.update(zip(eqn.outvars, outs, strict=True))
@@ -277,9 +286,9 @@ def _inline(jaxpr: Jaxpr, inputs: Sequence[Value], place: Place, nodes: list[Nod
     return [read(atom) for atom in jaxpr.outvars]
 
 
-def called_body(eqn: JaxprEqn) -> Jaxpr | None:
+def called_body(eqn: JaxprEqn, *, lower: bool = True) -> Jaxpr | None:
     """The program that an equation merely calls, or that its primitive is lowered to."""
-    if (body := lowered(eqn)) is not None:
+    if lower and (body := lowered(eqn)) is not None:
         return body
     key = {"custom_partitioning": "call", "composite": "jaxpr"}.get(eqn.primitive.name)
     if key is not None:
