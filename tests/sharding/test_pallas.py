@@ -52,5 +52,5 @@ def test_it_is_traced_and_lowered_for_gpus(monkeypatch):
     ask = lambda *platform: real(*platform) if platform else [Hopper(), *real()[1:]]
     monkeypatch.setattr(jax, "devices", ask)
     module = traced(jnp.bfloat16).lower(lowering_platforms=("cuda",)).as_text()
-    assert module.count("mosaic_gpu") == 1
+    assert module.count("@mosaic_gpu_v2") == 1
     assert "collective_permute" in module, "the way back is the ring's"

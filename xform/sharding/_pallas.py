@@ -69,8 +69,9 @@ def _gather_matmul(axis: str, dim: int, x: Array, weights: tuple) -> tuple:
     n, rows = lax.axis_size(axis), jnp.moveaxis(x, dim, 0)
     flat, weight = rows.reshape(-1, x.shape[-1]), jnp.concatenate(weights, axis=1)
     config = kernel.TuningConfig(
-        tile_m=128, tile_n=64 if weight.shape[1] % 256 else 128, tile_k=64, max_concurrent_steps=4, grid_tile_width=8,
-        grid_minor_dim=kernel.MatmulDimension.M, wg_dimension=kernel.MatmulDimension.N,
+        tile_m=128, tile_n=64 if weight.shape[1] % 256 else 128, tile_k=64,
+        max_concurrent_steps=4, grid_tile_width=8, grid_minor_dim=kernel.MatmulDimension.M,
+        wg_dimension=kernel.MatmulDimension.N,
     )  # fmt: skip
     y = kernel.all_gather_lhs_matmul(flat, weight, axis, config=config, dtype=x.dtype)
     (y, _) = join_axes([y, x])

@@ -186,6 +186,7 @@ def _matmul_scatter(axis: str, dim: int, x: Array, weight: Array) -> Array:
 
 @rule("ring.gather_matmul")
 def gather_matmul_bwd(axis: str, dim: int, saved: tuple, dys: tuple) -> tuple:
+    """The derivative of `gather_matmul`, however that was computed."""
     x, weights = saved
     dx = _scattered(axis, dim, dys, tuple(w.T for w in weights))
     rows = x.shape[dim]
@@ -243,7 +244,7 @@ _WRONG_RESULTS = "--xla_gpu_use_memcpy_local_p2p"
 
 
 def checked(name: str, x: Array, axis: str, dim: int) -> int:
-    """`dim` from the front, once everything fits."""
+    """Returns `dim` counted from the front, once it is known that arguments fit."""
     wrong = []
     if axis not in varying_axes(x):
         wrong.append(
