@@ -7,6 +7,8 @@ from xform.sharding import norm as norm
 from xform.sharding import random as random
 from xform.sharding import ring as ring
 from xform.sharding import tensor as tensor
+from xform.sharding._describe import Description as Description
+from xform.sharding._describe import describe as describe
 from xform.sharding.mesh import AXES as AXES
 from xform.sharding.mesh import check_divisible as check_divisible
 from xform.sharding.mesh import cpu_devices as cpu_devices

@@ -20,6 +20,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Integer
 
@@ -32,7 +33,7 @@ from xform.sharding.tensor import TensorParallel
 def cross_entropy(
     hidden: Float[Array, "... M"],
     weight: Float[Array, "_ _"],
-    labels: Integer[Array, "..."],
+    labels: Integer[Array | np.ndarray, "..."],
     tp: TensorParallel,
     *,
     entries: int | None = None,

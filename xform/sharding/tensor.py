@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Integer
 
@@ -145,7 +146,9 @@ class TensorParallel:
         return lax.dynamic_slice_in_dim(x, lax.axis_index(self.axis) * size, size, dim)
 
     @rule("tensor.embed")
-    def embed(self, table: Float[Array, "C M"], tokens: Integer[Array, "*shape"]) -> Array:
+    def embed(
+        self, table: Float[Array, "C M"], tokens: Integer[Array | np.ndarray, "*shape"]
+    ) -> Array:
         """Returns the rows of a table that is split along the vocabulary.
 
         Each device looks up what it has, and puts 0 for the rest; the sum is the stream. A token
