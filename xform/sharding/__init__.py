@@ -1,5 +1,9 @@
 """Parallelism that the user writes down: meshes, and rules for each axis."""
 
+from xform.sharding._audit import Audit as Audit
+from xform.sharding._audit import AuditError as AuditError
+from xform.sharding._audit import audit as audit
+from xform.sharding._declare import declare as declare
 from xform.sharding.mesh import AXES as AXES
 from xform.sharding.mesh import check_divisible as check_divisible
 from xform.sharding.mesh import cpu_devices as cpu_devices
