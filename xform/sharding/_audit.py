@@ -16,6 +16,7 @@ import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
 from xform._hlo import (
+    UNKNOWN,
     Collective,
     Dump,
     Program,
@@ -185,7 +186,7 @@ class Audit:
             if these:
                 many = f"{len(these)} × " if len(these) > 1 else ""
                 parts.append(f"{many}{what}; {cure}:")
-                parts += [f"  - {x.text}, at {short(x.line)}" for x in these]
+                parts += [f"  - {x.text}{_at(x.line)}" for x in these]
         return "\n".join(parts)
 
     def tables(self) -> list[Table]:
@@ -358,8 +359,8 @@ def _placed(args: tuple, mesh: Mesh | AbstractMesh | None, specs: Any) -> tuple:
     return tree.unflatten([_place(x, mesh, s) for x, s in zip(leaves, wanted, strict=True)])
 
 
-def _place(x: Any, mesh: Mesh | AbstractMesh | None, spec: jax.P | None) -> Any:
-    own = getattr(x, "sharding", None)
+def _place(x: Any, mesh: Any, spec: jax.P | None) -> Any:
+    own: Any = getattr(x, "sharding", None)
     own = own if isinstance(own, NamedSharding) else None
     if own is not None and mesh is not None and dict(own.mesh.shape) != dict(mesh.shape):
         raise ValueError(
@@ -369,7 +370,7 @@ def _place(x: Any, mesh: Mesh | AbstractMesh | None, spec: jax.P | None) -> Any:
         )
     if spec is None:
         spec = own.spec if own is not None else None
-    on: Any = mesh if mesh is not None else own.mesh if own is not None else None
+    on = mesh if mesh is not None else own.mesh if own is not None else None
     sharding = NamedSharding(on, spec) if on is not None and spec is not None else None
     kind = x if hasattr(x, "dtype") else jax.typeof(x)
     return jax.ShapeDtypeStruct(
@@ -514,6 +515,10 @@ def _memory(compiled: Any) -> dict[str, int]:
         "results": stats.output_size_in_bytes,
         "temporaries": stats.temp_size_in_bytes,
     }
+
+
+def _at(line: str) -> str:
+    return "" if line == UNKNOWN else f", at {short(line)}"
 
 
 def _sizes(mesh: Mapping[str, int]) -> str:
