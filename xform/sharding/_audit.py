@@ -64,7 +64,7 @@ class Message:
         trips: how many turns it has in one run of the program; `looped`, whether it is in a loop.
         looped: see there.
         covered: whether a matrix product runs between its start and its end.
-        promises: of its declarations.
+        promises: all declarations that it stands in.
         inserted: whether the partitioner put it in, and not the user.
         line: the user's line.
     """
@@ -384,15 +384,18 @@ def _place(x: Any, mesh: Any, spec: jax.P | None) -> Any:
 def _message(c: Collective, report: Program, dump: Dump) -> Message:
     axes = c.axes or ()
     named = {k.name: k for k in report.kernels}
-    rules: list[Declaration] = []
+    rules: list[str] = []
+    promises: list[Declaration] = []
     undeclared: list[str] = []
     for name in _names(c, dump):
         candidates = [name]
         if c.inserted and dump.whole is not None:
             candidates += readers(dump.whole, name, c.kernel.line)
-        found = next(filter(None, (covering(one, axes) for one in candidates)), None)
-        if found:
-            rules.append(found)
+        by = next((one for one in candidates if covering(one, axes)), None)
+        found = covering(by, axes) if by else None
+        if by and found:
+            rules.append(found.rule)
+            promises += declared(by)
         else:
             undeclared.append(name)
     if not axes and not undeclared and c.axes is None:
@@ -400,14 +403,14 @@ def _message(c: Collective, report: Program, dump: Dump) -> Message:
     return Message(
         op=c.op,
         axes=axes,
-        rules=tuple(dict.fromkeys(rule.rule for rule in rules)),
+        rules=tuple(dict.fromkeys(rules)),
         undeclared=tuple(dict.fromkeys(undeclared)),
         arrays=c.arrays,
         sent=c.sent,
         trips=c.kernel.trips,
         looped=c.kernel.trips > 1 or bool(c.kernel.loops),
         covered=c.overlaps and any(named[name].kind == "matmul" for name in c.window),
-        promises=tuple(dict.fromkeys(rules)),
+        promises=tuple(dict.fromkeys(promises)),
         inserted=c.inserted,
         line=c.kernel.line,
     )
