@@ -2,19 +2,24 @@
 
     uv run --extra train examples/train.py
     uv run --extra train examples/train.py --tp 1 --steps 1000 --model.layers 8
+    uv run --extra train examples/train.py --dp 4 --tp 2 --layout.fsdp \
+        --layout.sequence --layout.overlap ring
     uv run --extra train examples/train.py --data notes/ letters.txt
     uv run --extra train examples/train.py --data train.bin --separator 50256 \
         --model.codes 50257 --tokenizer tokenizer.json
     uv run --extra train examples/train.py --resume
 
 It runs on all accelerators that JAX finds, or on a CPU split into eight virtual devices, as a mesh
-of `dp` (each a part of the batch) × `tp` (each a part of the matrices). What it leaves is a folder
-in `runs/`. Ctrl-C lets it finish and save its step; `--resume` goes on as if nothing had happened.
+of `dp` (each a part of the batch) × `tp` (each a part of the matrices); how, parallel.py says. With
+`--processes`, as many as these share the mesh, each with its own devices: all are given the same
+command but for their `--process`. What a run leaves is a folder in `runs/`. Ctrl-C lets it finish
+and save its step; `--resume` goes on as if nothing had happened.
 """
 
 import dataclasses
 import io
 import math
+import os
 import sys
 import sysconfig
 import time
@@ -27,14 +32,17 @@ from typing import Literal
 import jax
 import numpy as np
 import optax
+from jax.experimental.multihost_utils import process_allgather, sync_global_devices
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from rich.progress import BarColumn, Progress, TimeRemainingColumn
 
 import llama
+import parallel
 from generate import generate
+from parallel import Layout
 from xform import Costs, cost, explain, hfu, memory, mfu
-from xform.sharding import check_divisible, cpu_devices, make_mesh, settle, shardings
+from xform.sharding import cpu_devices, make_mesh, place, settle, shardings
 from xform.train import files, run
 from xform.train.checkpoint import Checkpoints
 from xform.train.data import NO_LABEL, Rows, Source, batch
@@ -74,7 +82,14 @@ class Config:
     dp: int | None = None
     """Devices along the data axis; by default all that `tp` leaves."""
     tp: int | None = None
-    """Devices along the tensor axis; by default 2 where their number is even."""
+    """Devices along the tensor axis; by default 2 where it divides devices and vocabulary."""
+    layout: Layout = parallel.PLAIN
+    coordinator: str | None = None
+    """Where process 0 waits for the others, as `host:port`; `auto` where a cluster says so."""
+    processes: int = 1
+    """How many processes share the mesh."""
+    process: int = 0
+    """Which one of them this is."""
 
     run: str | None = None
     """The run's folder; by default a new one in `runs/`, named by date and time."""
@@ -90,13 +105,16 @@ class Config:
 
 
 # What may be another when a run goes on. Its data is known by the tokens, wherever they lie.
-FREE = ("dp", "tp", "run", "resume", "save_every", "prompt", "temperature", "data")
+FREE = (
+    *("dp", "tp", "layout", "coordinator", "processes", "process"),
+    *("run", "resume", "save_every", "prompt", "temperature", "data"),
+)
 
 
 def check(config: Config) -> None:
     """Raises one error that lists all that makes no sense by itself."""
-    m = config.model
-    names = ("steps", "batch", "length", "held_out_rows", "save_every", "dp", "tp")
+    m, layout = config.model, config.layout
+    names = ("steps", "batch", "length", "held_out_rows", "save_every", "dp", "tp", "processes")
     positive = {f"model.{name}": size for name, size in dataclasses.asdict(m).items()}
     positive |= {name: getattr(config, name) for name in names}
     wrong = [f"{x}={n} must be above 0" for x, n in positive.items() if n is not None and n <= 0]
@@ -104,6 +122,13 @@ def check(config: Config) -> None:
         wrong.append(f"model.heads={m.heads} is no multiple of model.kv_heads={m.kv_heads}")
     if m.head_size % 2:
         wrong.append(f"model.head_size={m.head_size} must be even, since RoPE turns pairs")
+    if layout.microbatches < 1 or not 0 <= layout.ahead <= m.layers:
+        wrong.append(
+            f"layout.microbatches={layout.microbatches} must be above 0, and "
+            f"layout.ahead={layout.ahead} from 0 to model.layers={m.layers}"
+        )
+    if config.processes > 1 and (config.coordinator is None or config.run is None):
+        wrong.append("processes have to find each other: name a coordinator, and a run")
     if config.temperature < 0:
         wrong.append(f"temperature={config.temperature} must not be negative")
     if config.separator is not None and not 0 <= config.separator < m.codes:
@@ -152,25 +177,13 @@ def data_for(config: Config, tokenizer: files.Tokenizer | None) -> tuple[Source,
 def mesh_for(config: Config) -> Mesh:
     """Returns the mesh of all devices, once it is known that model and batch divide over it."""
     count = jax.device_count()
-    tp = config.tp or math.gcd(2, count)
+    tp = config.tp or math.gcd(2, count, config.model.codes)
     mesh = make_mesh(dp=config.dp or max(1, count // tp), tp=tp)
-    m = config.model
-    split = {"heads": m.heads, "kv_heads": m.kv_heads, "hidden": m.hidden}
-    check_divisible(mesh, dp={"batch": config.batch}, tp=split)
+    parallel.check(config.layout, config.model, mesh, config.batch, config.length)
     return mesh
 
 
 # ---- training ------------------------------------------------------------------------------------
-
-
-def loss_and_grads(params: dict, rows: Rows, model: llama.Config) -> tuple[jax.Array, dict]:
-    """Returns the mean loss of all labels and its gradients; runs on each device in `shard_map`."""
-    # Marked as varying over dp, the parameters get the gradients of this device's rows alone, which
-    # are added up once, here. Else each layer would wait for its own sum on the way back.
-    local = jax.lax.pcast(params, "dp", to="varying")
-    sum_and_grads = jax.value_and_grad(partial(llama.loss, tp="tp"), has_aux=True)
-    (total, labels), grads = jax.lax.psum(sum_and_grads(local, rows, model), "dp")
-    return total / labels, jax.tree.map(lambda g: g / labels, grads)
 
 
 def explained(f: Callable, file: str) -> Callable:
@@ -184,13 +197,6 @@ def explained(f: Callable, file: str) -> Callable:
     return call
 
 
-def gradients(config: Config, mesh: Mesh) -> Callable:
-    """Returns the loss and the gradients of parameters and rows, over the mesh."""
-    specs, body = llama.SPECS, partial(loss_and_grads, model=config.model)
-    body = jax.shard_map(body, mesh=mesh, in_specs=(specs, P("dp")), out_specs=(P(), specs))
-    return jax.jit(body)
-
-
 def optimizer_for(config: Config) -> optax.GradientTransformation:
     """Returns AdamW under a warm-up and a cosine, with gradients clipped to norm 1."""
     peak, steps = config.learning_rate, config.steps
@@ -200,14 +206,11 @@ def optimizer_for(config: Config) -> optax.GradientTransformation:
 
 
 def first_state(config: Config, mesh: Mesh) -> dict:
-    """Returns fresh parameters and the optimiser's state of them, all on the mesh."""
-    placed = shardings(mesh, llama.SPECS)
+    """Returns fresh parameters and the optimiser's state of them, which lies as they do."""
+    placed = parallel.placement(config.layout, config.model, mesh)
     init = jax.jit(llama.init, static_argnums=0, out_shardings=placed)
     params = init(config.model, jax.random.key(config.seed))
-    state = optimizer_for(config).init(params)
-    # Moments lie as their parameters do. What counts steps is a scalar on one device, so far.
-    on_mesh = lambda x: x if x.ndim else jax.device_put(x, shardings(mesh, P()))
-    return {"params": params, "optimizer": jax.tree.map(on_mesh, state)}
+    return {"params": params, "optimizer": jax.jit(optimizer_for(config).init)(params)}
 
 
 def training(
@@ -217,7 +220,7 @@ def training(
 
     It begins with the state that was saved then, or with a fresh one.
     """
-    grads_of = gradients(config, mesh)
+    grads_of = parallel.gradients(config.model, mesh, config.layout)
     if config.explain:
         Path(config.explain).unlink(missing_ok=True)
         grads_of = explained(grads_of, config.explain)
@@ -233,7 +236,7 @@ def training(
     state = first_state(config, mesh) if saved is None else saved
     for i in range(done, config.steps):
         part = batch(rows, i, size=config.batch, seed=config.seed)
-        part = jax.device_put(part, shardings(mesh, P("dp")))
+        part = place(part, shardings(mesh, P("dp")))
         loss, grads = settle(grads_of(state["params"], part))
         state = settle(update(state, grads))
         yield state, float(loss)
@@ -241,18 +244,13 @@ def training(
 
 def evaluate(config: Config, mesh: Mesh, params: dict, rows: Source) -> float:
     """Returns the mean loss of all labels in the rows, in nats."""
-
-    def sums(params, rows):
-        return jax.lax.psum(llama.loss(params, rows, config.model, tp="tp"), "dp")
-
-    specs = (llama.SPECS, P("dp"))
-    sums = jax.jit(jax.shard_map(sums, mesh=mesh, in_specs=specs, out_specs=P()))
+    sums = parallel.sums(config.model, mesh, config.layout)
     total, labels, count = 0.0, 0, min(len(rows.tokens), config.held_out_rows)
     for i in range(0, count, config.batch):
         chosen = np.arange(i, i + config.batch)
         part = rows.take(chosen % count)
         part.labels[chosen >= count] = NO_LABEL
-        loss, found = settle(sums(params, jax.device_put(part, shardings(mesh, P("dp")))))
+        loss, found = settle(sums(params, place(part, shardings(mesh, P("dp")))))
         total, labels = total + float(loss), labels + int(found)
     return total / labels
 
@@ -264,13 +262,13 @@ PANELS = {"loss": "loss (nats per token)", "tokens_per_second": "tokens per seco
 
 def forecast(config: Config, mesh: Mesh) -> Costs:
     """Prints what loss and gradients cost and need, before anything is compiled; returns costs."""
-    placed = lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at)
+    struct = lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at)
     params = jax.eval_shape(partial(llama.init, config.model), jax.random.key(0))
-    params = jax.tree.map(placed, params, shardings(mesh, llama.SPECS))
+    params = jax.tree.map(struct, params, parallel.placement(config.layout, config.model, mesh))
     shape = (config.batch, config.length)
     rows = jax.eval_shape(lambda: Rows(*[np.zeros(shape, np.int32)] * 3))
-    rows = jax.tree.map(lambda x: placed(x, shardings(mesh, P("dp"))), rows)
-    grads = gradients(config, mesh)
+    rows = jax.tree.map(lambda x: struct(x, shardings(mesh, P("dp"))), rows)
+    grads = parallel.gradients(config.model, mesh, config.layout)
     costs = cost(grads)(params, rows)
     print(f"{costs}\n{memory(grads)(params, rows)}")
     return costs
@@ -317,6 +315,20 @@ def restored(checkpoints: Checkpoints, state: dict, info: dict) -> dict:
     return checkpoints.restore(state)
 
 
+def own_folder(folder: Path) -> Path:
+    """Returns where this process notes its numbers: the run's folder, or one in it."""
+    if not jax.process_index():
+        return folder
+    own = folder / f"process-{jax.process_index()}"
+    own.mkdir(parents=True, exist_ok=True)
+    return own
+
+
+def agreed(asked: bool) -> bool:
+    """Returns whether any process was asked: all of them have to stop after the same step."""
+    return asked if jax.process_count() == 1 else bool(process_allgather(np.array(asked)).any())
+
+
 def fit(config: Config, mesh: Mesh, rows: Source, folder: Path, stop: run.Stop) -> tuple[dict, int]:
     """Trains until the last step, or until it is asked to stop; saves as it goes and at the end.
 
@@ -330,7 +342,7 @@ def fit(config: Config, mesh: Mesh, rows: Source, folder: Path, stop: run.Stop) 
             state = restored(checkpoints, state, info)
         costs = forecast(config, mesh)
         steps, done = training(config, mesh, rows, state, before), before
-        with Metrics(folder, PANELS, done=before) as metrics:
+        with Metrics(own_folder(folder), PANELS, done=before) as metrics:
             for done, state, loss, rate in watched(config, steps, before, costs):
                 metrics.write(done, loss=loss, tokens_per_second=rate)
                 if not math.isfinite(loss):
@@ -338,7 +350,7 @@ def fit(config: Config, mesh: Mesh, rows: Source, folder: Path, stop: run.Stop) 
                         f"the loss of step {done} is {loss}; the last step that is saved is "
                         f"{checkpoints.latest}. Lower the learning rate, or look at the data."
                     )
-                last = bool(stop)  # asked once: what it is asked for is saved
+                last = agreed(bool(stop))  # asked once: what it is asked for is saved
                 if last or done == config.steps or done % config.save_every == 0:
                     checkpoints.save(done, state, info)
                 if last:
@@ -350,10 +362,14 @@ def fit(config: Config, mesh: Mesh, rows: Source, folder: Path, stop: run.Stop) 
 
 
 def sample(config: Config, tokenizer: files.Tokenizer, params: dict, rows: int = 16) -> list[str]:
-    """Returns continuations of the prompt that fill a row, made on one device."""
+    """Returns continuations of the prompt that fill a row, made on one device.
+
+    Args:
+      params: Those of the host.
+    """
     prompt = tokenizer.encode(config.prompt.encode())
     tokens = generate(
-        jax.device_get(params),
+        params,
         np.tile(prompt, (rows, 1)),
         config.model,
         tokens=max(1, config.length - len(prompt)),
@@ -387,6 +403,26 @@ def show(config: Config, tokenizer: files.Tokenizer, params: dict) -> None:
     print(f"{passed}, {begun} more as the beginning of several")
 
 
+def begin(config: Config) -> Path:
+    """Returns the run's folder, which the first process makes."""
+    folder = Path(config.run or ".")
+    if not jax.process_index():
+        folder = run.begin(config.run, dataclasses.asdict(config), resume=config.resume)
+    if config.processes > 1:
+        sync_global_devices("begin")
+    return folder
+
+
+def join(config: Config) -> None:
+    """Has the processes find each other, and all but the first print nothing."""
+    if config.processes == 1:
+        return
+    where = None if config.coordinator == "auto" else config.coordinator
+    jax.distributed.initialize(where, config.processes, config.process)
+    if jax.process_index():
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+
+
 def main(config: Config) -> None:
     """Trains, evaluates and samples, or goes on with that."""
     check(config)
@@ -397,7 +433,7 @@ def main(config: Config) -> None:
     platform = mesh.devices.flat[0].platform
     print(f"{rows.tokens.size:,} tokens in {len(rows.tokens):,} rows; {platform} devices: {layout}")
 
-    folder = run.begin(config.run, dataclasses.asdict(config), resume=config.resume)
+    folder = begin(config)
     print(f"the run is in {folder}")
     with run.stopping() as stop:
         state, done = fit(config, mesh, rows, folder, stop)
@@ -405,13 +441,13 @@ def main(config: Config) -> None:
         print(f"stopped after step {done}, which is saved; to go on: --run {folder} --resume")
         sys.exit(128 + stop.signal)
 
-    params = state["params"]
+    params = jax.device_put(state["params"], shardings(mesh, P()))
     print(f"parameters: {sum(x.size for x in jax.tree.leaves(params)):,}")
-    loss = evaluate(config, mesh, params, held_out)
+    loss = evaluate(config, mesh, state["params"], held_out)
     unit = "byte" if tokenizer is files.BYTES else "token"
     print(f"validation loss: {loss:.3f} nats per {unit}, on data held out\n")
-    if tokenizer:
-        show(config, tokenizer, params)
+    if tokenizer and not jax.process_index():
+        show(config, tokenizer, jax.device_get(params))
 
 
 def from_command_line() -> Config:
@@ -429,10 +465,13 @@ def from_command_line() -> Config:
     saved = run.read_run(folder)["config"]
     parts = known(Config, saved) | {"run": folder, "resume": True}
     parts["model"] = llama.Config(**known(llama.Config, saved["model"]))
+    parts["layout"] = Layout(**known(Layout, saved.get("layout", {})))
     parts |= {name: tuple(saved[name]) for name in ("data", "held_out")}
     return tyro.cli(Config, default=Config(**parts))
 
 
 if __name__ == "__main__":
-    cpu_devices(8)
-    main(from_command_line())
+    asked = from_command_line()
+    cpu_devices(max(1, 8 // asked.processes))
+    join(asked)
+    main(asked)

@@ -31,6 +31,9 @@ from jax._src.dispatch import apply_primitive as apply_primitive
 # 0.11, 0.12: primitives whose lowering is told its devices, as custom partitioning must be.
 from jax._src.dispatch import prim_requires_devices_during_lowering
 
+# 0.11, 0.12: public in `jax.extend`, which loads all of Pallas.
+from jax._src.extend.random import define_prng_impl as define_prng_impl
+
 # 0.11, 0.12: what a derivative rule writes its output tree to; found in closures, without meaning.
 from jax._src.linear_util import EqualStore as EqualStore
 from jax._src.linear_util import Store as Store
@@ -52,7 +55,7 @@ from jax.core import AbstractValue
 
 def varying_axes(x) -> frozenset[str]:
     """Returns the mesh axes over which `x`, an array or its type, differs inside `shard_map`."""
-    aval = x if isinstance(x, AbstractValue) else jax.typeof(x)
+    aval = x if isinstance(x, AbstractValue | jax.ShapeDtypeStruct) else jax.typeof(x)
     axes = getattr(aval, "manual_axis_type", None)  # a token has none
     return axes.varying if axes is not None else frozenset()
 
