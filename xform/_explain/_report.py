@@ -1,11 +1,11 @@
 """What a compiled program runs, by source line."""
 
 import html
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 from jax.stages import Compiled, Lowered
@@ -24,6 +24,7 @@ from xform._hlo import (
     read,
     total,
 )
+from xform._tables import Table, as_html, as_text, short, si
 
 # Host time to start one kernel: alone, and as a node of a CUDA graph. Typical values, which a
 # machine may miss by half: published are 2 to 7 µs a launch, 0.6 µs a node. On a CPU, a call.
@@ -34,14 +35,6 @@ _PAGE = """<!doctype html><meta charset="utf-8"><title>xform.explain</title>
 <style>body {{font: 14px sans-serif}} td, th {{padding: 2px 8px; white-space: nowrap}}</style>
 {}
 """
-
-
-class Table(NamedTuple):
-    """A title, the names of the columns, and rows of text; the last column is words."""
-
-    title: str
-    head: Sequence[str]
-    rows: Sequence[Sequence[str]]
 
 
 @dataclass(frozen=True)
@@ -188,12 +181,12 @@ class Report:
         return [*self._notes_on_launches(), *self._notes_on_control(), *self._notes_on_run()]
 
     def __str__(self) -> str:
-        parts = [self._title(), *map(_as_text, self.tables()), "\n".join(self.notes())]
+        parts = [self._title(), *map(as_text, self.tables()), "\n".join(self.notes())]
         return "\n\n".join(parts)
 
     def _repr_html_(self) -> str:
         notes = "".join(f"<li>{html.escape(note)}</li>" for note in self.notes())
-        tables = "".join(map(_as_html, self.tables()))
+        tables = "".join(map(as_html, self.tables()))
         return f"<h4>{html.escape(self._title())}</h4>{tables}<ul>{notes}</ul>"
 
     def save(self, file: str | Path) -> None:
@@ -227,18 +220,18 @@ class Report:
     def _title(self) -> str:
         mesh = self.program.mesh
         on = " × ".join(f"{axis}={size}" for axis, size in mesh.items()) if mesh else "one device"
-        parts = ", ".join(f"{_si(size)}B of {name}" for name, size in self.memory.items() if size)
+        parts = ", ".join(f"{si(size)}B of {name}" for name, size in self.memory.items() if size)
         kernels = len(self.program.kernels)
         return f"{self.program.name} on {self.program.device}, {on}: {kernels} kernels; {parts}"
 
     def _table_of_lines(self) -> Table:
         rows = []
         for x in self.lines:
-            measured = [f"{_si(x.least)}s", x.bound or ""] if x.least is not None else []
-            measured += [f"{_si(x.seconds)}s"] if x.seconds is not None else []
+            measured = [f"{si(x.least)}s", x.bound or ""] if x.least is not None else []
+            measured += [f"{si(x.seconds)}s"] if x.seconds is not None else []
             counts = (x.work.matrix, x.work.other, x.work.transcendental, x.read, x.written)
             line = short(x.line) + (", for each iteration" if x.per_iteration else "")
-            rows.append([str(x.kernels), str(x.runs), *map(_si, counts), *measured, line])
+            rows.append([str(x.kernels), str(x.runs), *map(si, counts), *measured, line])
         seconds = ["at best", "bound by"] if self.device else []
         seconds += ["measured"] if self.run else []
         head = ["kernels", "runs", "matrix", "other", "transc.", "read B", "written B", *seconds]
@@ -251,9 +244,9 @@ class Report:
             covered = "none: it waits"
             if c.overlaps:
                 cover = self.covering(c)
-                kernels = f"{len(c.window)} kernels, {_si(cover.total)} operations"
+                kernels = f"{len(c.window)} kernels, {si(cover.total)} operations"
                 covered = kernels if c.window else "nothing"
-            row = [c.op, axes, str(c.kernel.trips), _si(c.sent), covered, short(c.kernel.line)]
+            row = [c.op, axes, str(c.kernel.trips), si(c.sent), covered, short(c.kernel.line)]
             rows.append(row)
         return Table("Collectives", ["op", "axes", "runs", "sent B", "covered by", "line"], rows)
 
@@ -262,7 +255,7 @@ class Report:
             [
                 str(len(t.kernels)),
                 str(t.trips),
-                _si(t.extra.total * t.trips),
+                si(t.extra.total * t.trips),
                 ", ".join(t.ops) + (" (checkpoint asked for it)" if t.recompute else ""),
                 short(t.line),
             ]
@@ -275,7 +268,7 @@ class Report:
     def _notes_on_launches(self) -> list[str]:
         notes = []
         if self.launch_seconds is not None:
-            note = f"{self.launches} launches take about {_si(self.launch_seconds)}s of the host"
+            note = f"{self.launches} launches take about {si(self.launch_seconds)}s of the host"
             if self.graph_launches is not None and self.launches:
                 note += f"; {self.graph_launches / self.launches:.0%} are in command buffers"
             notes.append(note + ".")
@@ -304,10 +297,10 @@ class Report:
         run = self.run
         parts = ("compute", "memory", "communication", "idle")
         split = " + ".join(
-            f"{name} {_si(getattr(run, name) / 1e9)}s ({getattr(run, name) / run.wall:.0%})"
+            f"{name} {si(getattr(run, name) / 1e9)}s ({getattr(run, name) / run.wall:.0%})"
             for name in parts
         )
-        return [f"Measured: {_si(run.wall / 1e9)}s = {split}."]
+        return [f"Measured: {si(run.wall / 1e9)}s = {split}."]
 
 
 # ---- making one ----------------------------------------------------------------------------------
@@ -398,47 +391,3 @@ def _memory(compiled: Compiled) -> dict[str, int]:
         "results in place of arguments": stats.alias_size_in_bytes,
         "temporaries": stats.temp_size_in_bytes,
     }
-
-
-# ---- text ----------------------------------------------------------------------------------------
-
-
-def short(line: str) -> str:
-    """A line's file relative to the working directory, or its last two parts."""
-    file, colon, rest = line.partition(":")
-    path = Path(file)
-    if path.is_relative_to(Path.cwd()):
-        path = path.relative_to(Path.cwd())
-    elif len(path.parts) > 2:
-        path = Path(*path.parts[-2:])
-    return f"{path}{colon}{rest}"
-
-
-def _si(value: float | int) -> str:
-    """A number to three digits with its prefix: `1.5 M`, `20 µ`."""
-    if not value:
-        return "0 "
-    for scale, prefix in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1, "")):
-        if abs(value) >= scale:
-            return f"{value / scale:.3g} {prefix}"
-    for scale, prefix in ((1e-3, "m"), (1e-6, "µ"), (0, "n")):
-        if abs(value) >= scale:
-            return f"{value / (scale or 1e-9):.3g} {prefix}"
-    return str(value)
-
-
-def _as_text(table: Table) -> str:
-    rows: Iterable[Sequence[str]] = [table.head, *table.rows]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    pad = lambda row: "  ".join(
-        text.rjust(width) for text, width in zip(row[:-1], widths, strict=False)
-    )
-    lines = [f"  {pad(row)}  {row[-1]}" for row in rows]
-    return "\n".join([table.title, *lines])
-
-
-def _as_html(table: Table) -> str:
-    cell = lambda tag, text: f'<{tag} style="text-align:right">{html.escape(text)}</{tag}>'
-    row = lambda tag, texts: f"<tr>{''.join(cell(tag, text) for text in texts)}</tr>"
-    body = "".join(row("td", texts) for texts in table.rows)
-    return f"<b>{html.escape(table.title)}</b><table>{row('th', table.head)}{body}</table>"
