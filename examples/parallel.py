@@ -35,6 +35,8 @@ class Layout:
     """Hide the communication of blocks behind their products."""
     microbatches: int = 1
     """In how many parts, one after another, a device works on its rows."""
+    late: bool = False
+    """Under `fsdp`, sum the gradients of layers once, after all microbatches, for more memory."""
 
     @property
     def tp(self) -> TensorParallel:
@@ -87,7 +89,8 @@ def enter(params: dict, layout: Layout, specs: dict) -> dict:
     """
     ready = data.gather(params, specs, "dp")
     if layout.fsdp:
-        ready["layers"] = params["layers"]
+        whole = partial(data.gather, specs=specs["layers"], axis="dp")
+        ready["layers"] = fsdp.late(params["layers"], whole) if layout.late else params["layers"]
     # Where positions are split, what lies between blocks is used on a part of them.
     return data.per_device(ready, ("dp", "tp") if layout.sequence else "dp")
 

@@ -88,6 +88,38 @@ def test_each_layer_is_gathered_and_its_gradient_dealt_out_once(ahead, keep, gat
     assert sites(ahead, keep) == {"all_gather": gathers, "reduce_scatter": L}
 
 
+@pytest.mark.parametrize("microbatches", [1, 4])
+def test_sums_that_are_put_off_are_taken_once_outside_of_all_loops(microbatches):
+    """And the gradients are the same; layers are gathered for each microbatch all the same."""
+    whole = partial(data.gather, specs=SPECS, axis="dp")
+
+    def loss(params, x):
+        stack, scale = params
+        y = fsdp.scan_layers(partial(layer, scale), x, stack, gather=GATHER)
+        return jnp.sum(jnp.sin(y)), jnp.int32(x.shape[0]) + 0 * jnp.sum(x > 0)
+
+    enter = lambda p: (fsdp.late(p[0], whole), data.per_device(p[1], "dp"))
+    f = data.value_and_grad(loss, enter, "dp", microbatches=microbatches)
+    x, stack, scale = arrays()
+    x = np.concatenate([x, 2 * x])
+    specs = (SPECS, P())
+    found = run_on(mesh_of(dp=4), f, (specs, P("dp")), (P(), specs), ((stack, scale), x))
+    mean = lambda p, x: jnp.sum(jnp.sin(plain(x, *p))) / x.shape[0]
+    assert_equal(found, on_one(jax.value_and_grad(mean), (stack, scale), x))
+
+    mesh = mesh_of(dp=4)
+    f = jax.shard_map(f, mesh=mesh, in_specs=(specs, P("dp")), out_specs=(P(), specs))
+    narrow = jax.tree.map(np.float32, ((stack, scale), x))
+    sites = [*walk(trace(f, *jax.device_put(narrow, shardings(mesh, (specs, P("dp"))))))]
+    loops = [
+        "scan" in [name for name, _ in site.path]
+        for site in sites
+        if site.eqn.primitive.name in ("reduce_scatter", "psum_invariant", "psum")
+    ]
+    assert len(loops) == 5  # of `w`, `b`, `scale`, losses and labels
+    assert not any(loops)
+
+
 def test_gathered_layers_are_not_kept_unless_asked_for():
     """What is left for the way back, from the types of the residuals."""
     mesh = mesh_of(dp=4)
