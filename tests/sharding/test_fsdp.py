@@ -139,6 +139,34 @@ def test_gathered_layers_are_not_kept_unless_asked_for():
     assert whole_layers(keep=True) == 1
 
 
+def test_layers_may_close_over_what_devices_have_wherever_derivatives_are_taken():
+    """Numbers of documents inside `shard_map`; a gradient, one of a gradient, and `vmap` outside."""
+    x, stack, _ = arrays()
+    ids = np.random.default_rng(1).integers(3, size=(2, 8))
+    args = np.stack([x, 2 * x]), np.stack([stack["w"], -stack["w"]]), ids
+
+    def of_ids(ids, x, w):
+        return x + jnp.tanh(x @ w) * jnp.where(ids > 1, 1.0, 0.5)[:, None]
+
+    def plain(x, w, ids):
+        return jax.lax.scan(lambda x, w: (of_ids(ids, x, w), None), x, w)[0]
+
+    def ahead_of(x, w, ids):
+        gather = lambda w: data.gather(w, P("dp"), "dp")
+        return fsdp.scan_layers(partial(of_ids, ids), x, w, gather=gather)
+
+    def twice(f):
+        first = lambda *args: jax.grad(lambda w: jnp.sum(jnp.sin(f(args[0], w, args[2]))))(args[1])
+        return jax.vmap(jax.grad(lambda *args: jnp.sum(jnp.cos(first(*args))), argnums=(0, 1)))
+
+    mesh, specs = mesh_of(dp=4), (P("dp"), P(None, "dp"), P("dp"))
+    f = jax.shard_map(ahead_of, mesh=mesh, in_specs=specs, out_specs=P("dp"))
+    with jax.enable_x64(True):
+        placed = jax.device_put(args, shardings(mesh, tuple(P(None, *spec) for spec in specs)))
+        found = jax.device_get(jax.jit(twice(f))(*placed))
+    assert_equal(found, on_one(twice(plain), *args))
+
+
 @pytest.mark.parametrize("ahead", [-1, L + 1])
 def test_more_layers_ahead_than_there_are_is_refused(ahead):
     with pytest.raises(

@@ -13,7 +13,7 @@ its gradients are summed as they are dealt out again (ZeRO-3, Rajbhandari et al.
 Why by hand: a plain scan gathers at the top of its body, where nothing but that layer could hide
 it, and a loop's passes don't overlap. Gathered parameters in the loop's carry are what its
 derivative would keep of every layer. So the derivative is written out: it keeps each layer's input
-and gathers again. With `keep` the gathered parameters of all layers are kept instead, and nothing
+and gathers again; it is one of reverse mode, of any order. With `keep` the gathered parameters of all layers are kept instead, and nothing
 is gathered twice.
 
 Memory of one device, beside its own 1/n of everything: the inputs of L layers, and of the whole
@@ -148,8 +148,18 @@ def scan_layers(
             f"`scan_layers` can gather 0 to {layers} layers ahead, of {layers}; found {ahead=}."
         )
     whole = jax.eval_shape(gather, _at(stack.parts, 0))
-    layer, consts = jax.closure_convert(layer, x, whole)
+    layer, consts = _closed(layer, x, whole)
     return _scan(_How(layer, gather, ahead, keep, unroll), x, stack, consts)
+
+
+def _closed(layer: Layer, x: Array, whole: PyTree) -> tuple[Callable, list]:
+    """The layer as a function of all that it closes over too: a derivative is taken elsewhere."""
+    program = jax.make_jaxpr(layer)(x, whole)
+
+    def call(x, whole, *consts):
+        return jax.core.eval_jaxpr(program.jaxpr, consts, *jax.tree.leaves((x, whole)))[0]
+
+    return call, program.consts
 
 
 def late(stack: PyTree, gather: Callable[[PyTree], PyTree]) -> Late:
@@ -198,7 +208,7 @@ class _How:
 
     def promised(self):
         """Declares what stands in a loop: if it is ahead, a product hides it."""
-        return declare("fsdp.scan_layers", hidden=self.ahead > 0)
+        return declare("fsdp.scan_layers", hidden=self.ahead > 0 and "all-gather")
 
     def deal_out(self, grads: PyTree, parts: PyTree) -> PyTree:
         """The derivative of `gather`: gradients, summed, of which each device gets its part."""
@@ -263,14 +273,14 @@ def _backward(how: _How, residuals: tuple, dx: Array) -> tuple:
                 whole, *held = (*held, fetch(arriving)) if arriving is not None else held
             dealt = None if pending is None else deal_out(pending)
         dx, pending, *more = jax.vjp(how.layer, x, whole, *consts)[1](dx)
-        dconsts = [d + m for d, m in zip(dconsts, more, strict=True)]
+        dconsts = [_add(d, m) for d, m in zip(dconsts, more, strict=True)]
         return (dx, dconsts, tuple(held), pending), dealt
 
     # Before the loop, the layers that the forward pass had after its own; after it, the first k.
     before = max(len(saved.rest), 1)
     with how.declared():
         held = tuple(fetch(layers - 1 - i) for i in range(k))
-    carry, dealt = (dx, [jnp.zeros_like(c) for c in consts], held, None), []
+    carry, dealt = (dx, [_zero(c) for c in consts], held, None), []
     for i in reversed(range(max(layers - before, 0), layers)):
         carry, d = step(carry, i, i - k if i >= k else None)
         dealt.append(d)
@@ -291,6 +301,15 @@ def _backward(how: _How, residuals: tuple, dx: Array) -> tuple:
 
 
 _scan.defvjp(_forward, _backward)
+
+
+def _zero(const: Array) -> Array | None:
+    """Where gradients of an array are added up; None for one that has none."""
+    return jnp.zeros_like(const) if jnp.issubdtype(const.dtype, jnp.inexact) else None
+
+
+def _add(total: Array | None, more: Array) -> Array | None:
+    return None if total is None else total + more
 
 
 def _inside(i, size: int) -> bool:

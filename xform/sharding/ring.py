@@ -17,6 +17,7 @@ Derivation of the backward rules, with `x_j` the chunk of device j and `W` this 
 
 Written out rather than derived, since the derivative of a ring is a ring with its products in
 another order, half of whose messages have nothing to hide behind. Nothing gathered is kept.
+Derivatives are those of reverse mode, of any order; JAX refuses forward mode (`jax.jvp`).
 
 **Barriers.** XLA's dot merger puts products that share an operand back together, and messages then
 have nothing to hide behind; from four devices on it does so to a ring as one would write it. An
