@@ -13,8 +13,8 @@ from xform.sharding._audit import audit as audit
 from xform.sharding._declare import declare as declare
 from xform.sharding._parity import Parity as Parity
 from xform.sharding._parity import ParityError as ParityError
-from xform.sharding._parity import check_parity as check_parity
 from xform.sharding._parity import meshes as meshes
+from xform.sharding._parity import parity as parity
 from xform.sharding.mesh import AXES as AXES
 from xform.sharding.mesh import check_divisible as check_divisible
 from xform.sharding.mesh import cpu_devices as cpu_devices
