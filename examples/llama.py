@@ -135,9 +135,10 @@ def stream(
 
 def layer(x_BTM, p: dict, mask, rotation, config: Config, tp: TensorParallel = ONE, cache=None):
     """One layer: attention, then a gated feed-forward block, each added to the stream."""
-    qkv = tp.column(rms_norm(x_BTM, p["attention_norm"]), p["query"], p["key"], p["value"])
-    out_BTHD, cache = attention(*qkv, mask, rotation, config, cache)
-    x_BTM += tp.row(out_BTHD, p["out"])
+    normed_BTM = rms_norm(x_BTM, p["attention_norm"])
+    q, k, v = tp.column(normed_BTM, p["query"], p["key"], p["value"])
+    out, cache = attention(q, k, v, mask, rotation, config, cache)
+    x_BTM += tp.row(out, p["out"])
     gate_BTF, up_BTF = tp.column(rms_norm(x_BTM, p["hidden_norm"]), p["gate"], p["up"])
     return x_BTM + tp.row(jax.nn.silu(gate_BTF) * up_BTF, p["down"]), cache
 

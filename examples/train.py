@@ -206,11 +206,14 @@ def optimizer_for(config: Config) -> optax.GradientTransformation:
 
 
 def first_state(config: Config, mesh: Mesh) -> dict:
-    """Returns fresh parameters and the optimiser's state of them, which lies as they do."""
+    """Returns fresh parameters and the optimiser's state of them, all on the mesh."""
     placed = parallel.placement(config.layout, config.model, mesh)
     init = jax.jit(llama.init, static_argnums=0, out_shardings=placed)
     params = init(config.model, jax.random.key(config.seed))
-    return {"params": params, "optimizer": jax.jit(optimizer_for(config).init)(params)}
+    state = optimizer_for(config).init(params)
+    # Moments lie as their parameters do. What counts steps is a scalar on one device, so far.
+    on_mesh = lambda x: x if x.ndim else place(x, shardings(mesh, P()))
+    return {"params": params, "optimizer": jax.tree.map(on_mesh, state)}
 
 
 def training(
@@ -470,8 +473,13 @@ def from_command_line() -> Config:
     return tyro.cli(Config, default=Config(**parts))
 
 
+def run_from_command_line() -> None:
+    """Does what the command line asks for, with the devices of this process."""
+    config = from_command_line()
+    cpu_devices(max(1, 8 // config.processes))
+    join(config)
+    main(config)
+
+
 if __name__ == "__main__":
-    asked = from_command_line()
-    cpu_devices(max(1, 8 // asked.processes))
-    join(asked)
-    main(asked)
+    run_from_command_line()

@@ -16,10 +16,9 @@ from jaxtyping import Array, Float
 
 from xform.primitives._rules import join_axes
 from xform.sharding import ring
-from xform.sharding._scope import rule
+from xform.sharding._declare import declare
 
 
-@rule("ring.gather_matmul_pallas")
 def gather_matmul(
     x: Float[Array, "... M"],
     weights: Sequence[Float[Array, "M _"]],
@@ -37,7 +36,6 @@ def gather_matmul(
       NotImplementedError: The kernel has no tiles of these sizes, or not for this dtype or device.
     """
     dim = ring.checked("gather_matmul", x, axis, dim)
-    x, *weights = join_axes([x, *weights])
     wrong = []
     if any(a.dtype not in (jnp.bfloat16, jnp.float16) or a.dtype != x.dtype for a in (x, *weights)):
         wrong.append(
@@ -59,7 +57,9 @@ def gather_matmul(
     ]
     if wrong:
         raise NotImplementedError(f'`overlap="pallas"`: {"; ".join(wrong)}. Use `overlap="ring"`.')
-    return _gather_matmul(axis, dim, x, tuple(weights))
+    with declare("ring.gather_matmul", axis, hidden=True):
+        x, *weights = join_axes([x, *weights])
+        return _gather_matmul(axis, dim, x, tuple(weights))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))

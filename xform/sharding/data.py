@@ -26,12 +26,11 @@ from jax import lax
 from jaxtyping import PyTree
 
 from xform._compat import varying_axes
-from xform.sharding._scope import rule
+from xform.sharding._declare import declare
 from xform.sharding._specs import axes_by_dim, is_spec, split_dim
 from xform.sharding.loss import add_up
 
 
-@rule("data.per_device")
 def per_device(tree: PyTree, axes: str | Sequence[str]) -> PyTree:
     """Returns the same arrays, as each device's own.
 
@@ -62,10 +61,10 @@ def per_device(tree: PyTree, axes: str | Sequence[str]) -> PyTree:
         missing = tuple(axis for axis in axes if axis not in varying_axes(x))
         return lax.pcast(x, missing, to="varying") if missing else x
 
-    return jax.tree.map(cast, tree)
+    with declare("data.per_device", *axes):
+        return jax.tree.map(cast, tree)
 
 
-@rule("data.gather")
 def gather(tree: PyTree, specs: PyTree, axis: str) -> PyTree:
     """Returns arrays that are whole over the axis, as each device's own.
 
@@ -94,7 +93,8 @@ def gather(tree: PyTree, specs: PyTree, axis: str) -> PyTree:
     def whole(x, dim):
         return per_device(x, axis) if dim < 0 else lax.all_gather(x, axis, axis=dim, tiled=True)
 
-    return jax.tree.map(whole, tree, dims)
+    with declare("data.gather", axis):
+        return jax.tree.map(whole, tree, dims)
 
 
 def value_and_grad(
@@ -137,7 +137,8 @@ def value_and_grad(
     one = jax.value_and_grad(loss, has_aux=True)
 
     def mean_and_grads(params, rows):
-        whole, back = jax.vjp(enter, params)
+        with declare("data.value_and_grad", once=True):
+            whole, back = jax.vjp(enter, params)
         (total, count), grads = accumulate(one, microbatches)(whole, rows)
         (grads,) = back(jax.tree.map(lambda g, w: g.astype(w.dtype), grads, whole))
         total, count = add_up(total, count, axes)

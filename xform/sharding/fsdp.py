@@ -33,7 +33,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, PyTree
 
-from xform.sharding._scope import rule
+from xform.sharding._declare import declare
 from xform.sharding._specs import axes_by_dim, is_spec
 
 type Layer = Callable[[Array, PyTree], Array]
@@ -83,7 +83,6 @@ def split(specs: PyTree, shapes: PyTree, mesh: Mesh, axis: str = "dp", *, skip: 
     return placed
 
 
-@rule("fsdp.scan_layers")
 def scan_layers(
     layer: Layer,
     x: Array,
@@ -144,7 +143,14 @@ class _How:
     keep: bool
     unroll: int
 
-    @rule("fsdp.deal_out")
+    def declared(self):
+        """Declares what stands before and after the loops."""
+        return declare("fsdp.scan_layers")
+
+    def promised(self):
+        """Declares what stands in a loop: if it is ahead, a product hides it."""
+        return declare("fsdp.scan_layers", hidden=self.ahead > 0)
+
     def deal_out(self, grads: PyTree, parts: PyTree) -> PyTree:
         """The derivative of `gather`: gradients, summed, of which each device gets its part."""
         return jax.linear_transpose(self.gather, parts)(grads)[0]
@@ -170,7 +176,6 @@ def _scan(how: _How, x: Array, stack: PyTree, consts: list) -> Array:
     return _forward(how, x, stack, consts)[0]
 
 
-@rule("fsdp.scan_layers")
 def _forward(how: _How, x: Array, stack: PyTree, consts: list) -> tuple[Array, tuple]:
     """Layers 0 to L - k - 1 in the loop, in which k to L - 1 arrive; then the last k."""
     layers, k = jax.tree.leaves(stack)[0].shape[0], how.ahead
@@ -178,10 +183,12 @@ def _forward(how: _How, x: Array, stack: PyTree, consts: list) -> tuple[Array, t
 
     def step(carry, i):
         x, held = carry
-        whole, *held = (*held, how.gather(_at(stack, i)))
+        with how.promised():
+            whole, *held = (*held, how.gather(_at(stack, i)))
         return (how.layer(x, whole, *consts), tuple(held)), kept(x, whole)
 
-    held = tuple(how.gather(_at(stack, i)) for i in range(k))
+    with how.declared():
+        held = tuple(how.gather(_at(stack, i)) for i in range(k))
     (x, held), loop = lax.scan(step, (x, held), jnp.arange(k, layers), unroll=how.unroll)
     rest = []
     for whole in held:
@@ -190,7 +197,6 @@ def _forward(how: _How, x: Array, stack: PyTree, consts: list) -> tuple[Array, t
     return x, (_Saved(loop, rest), stack, consts)
 
 
-@rule("fsdp.scan_layers")
 def _backward(how: _How, residuals: tuple, dx: Array) -> tuple:
     """Layers L - 1 to 0; each deals out the gradients of the one before it."""
     saved, stack, consts = residuals
@@ -198,33 +204,36 @@ def _backward(how: _How, residuals: tuple, dx: Array) -> tuple:
     k = 0 if how.keep else how.ahead
     fetch = lambda i: how.gather(_at(stack, i))
 
-    def step(carry, i, arriving):
+    def step(carry, i, arriving, declared=how.declared):
         dx, dconsts, held, pending = carry
         x, whole = saved.at(i)
-        if not how.keep:
-            whole, *held = (*held, fetch(arriving)) if arriving is not None else held
-        dealt = None if pending is None else how.deal_out(pending, _at(stack, 0))
+        with declared():
+            if not how.keep:
+                whole, *held = (*held, fetch(arriving)) if arriving is not None else held
+            dealt = None if pending is None else how.deal_out(pending, _at(stack, 0))
         dx, pending, *more = jax.vjp(how.layer, x, whole, *consts)[1](dx)
         dconsts = [d + m for d, m in zip(dconsts, more, strict=True)]
         return (dx, dconsts, tuple(held), pending), dealt
 
     # Before the loop, the layers that the forward pass had after its own; after it, the first k.
     before = max(len(saved.rest), 1)
-    held = tuple(fetch(layers - 1 - i) for i in range(k))
+    with how.declared():
+        held = tuple(fetch(layers - 1 - i) for i in range(k))
     carry, dealt = (dx, [jnp.zeros_like(c) for c in consts], held, None), []
     for i in reversed(range(max(layers - before, 0), layers)):
         carry, d = step(carry, i, i - k if i >= k else None)
         dealt.append(d)
     if layers - before > k:
         inner = jnp.arange(k, layers - before)
-        body = lambda carry, i: step(carry, i, i - k)
+        body = lambda carry, i: step(carry, i, i - k, how.promised)
         carry, loop = lax.scan(body, carry, inner, reverse=True, unroll=how.unroll)
         dealt.append(loop)
     for i in reversed(range(min(k, layers - before))):
         carry, d = step(carry, i, None)
         dealt.append(d)
     dx, dconsts, _, pending = carry
-    dealt.append(how.deal_out(pending, _at(stack, 0)))
+    with how.declared():
+        dealt.append(how.deal_out(pending, _at(stack, 0)))
     return dx, _stacked(dealt[1:], stack), dconsts
 
 

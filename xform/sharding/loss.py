@@ -20,19 +20,19 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Integer
 
 from xform.primitives.cross_entropy import linear_cross_entropy
-from xform.sharding._scope import rule
+from xform.sharding._declare import declare
 from xform.sharding.tensor import TensorParallel
 
 
-@rule("loss.cross_entropy")
 def cross_entropy(
     hidden: Float[Array, "... M"],
     weight: Float[Array, "_ _"],
-    labels: Integer[Array, "..."],
+    labels: Integer[Array | np.ndarray, "..."],
     tp: TensorParallel,
     *,
     entries: int | None = None,
@@ -72,12 +72,12 @@ def cross_entropy(
         # One that is beyond is a mistake of the caller's, as it is without padding.
         beyond = jnp.iinfo(labels.dtype).max
         labels = jnp.where(labels < entries, labels, beyond)
-    return linear_cross_entropy(
-        hidden, weight, labels, vocab_dim=vocab_dim, vocab_axis=tp.axis, **options
-    )
+    with declare("loss.cross_entropy", *tp.axes):
+        return linear_cross_entropy(
+            hidden, weight, labels, vocab_dim=vocab_dim, vocab_axis=tp.axis, **options
+        )
 
 
-@rule("loss.add_up")
 def add_up(
     total: jax.Array, count: jax.Array, axes: str | Sequence[str]
 ) -> tuple[jax.Array, jax.Array]:
@@ -92,5 +92,7 @@ def add_up(
       The sum of totals, and that of counts as a number of the same dtype: 1 where nothing counts,
       whose mean is 0.
     """
-    total, count = lax.psum((total, count), axes)
+    axes = (axes,) if isinstance(axes, str) else tuple(axes)
+    with declare("loss.add_up", *axes):
+        total, count = lax.psum((total, count), axes)
     return total, jnp.maximum(count, 1).astype(total.dtype)

@@ -16,11 +16,10 @@ from jaxtyping import PyTree
 
 from xform._compat import varying_axes
 from xform.primitives._auto import axis_names
-from xform.sharding._scope import rule
+from xform.sharding._declare import declare
 from xform.sharding._specs import is_spec
 
 
-@rule("norm.global_norm")
 def global_norm(grads: PyTree, specs: PyTree) -> jax.Array:
     """Returns the square root of the sum of squares of all gradients, in float32 at least.
 
@@ -55,5 +54,8 @@ def global_norm(grads: PyTree, specs: PyTree) -> jax.Array:
             f"`global_norm`: {'; '.join(wrong)}. Sum these gradients over the devices first, as "
             "`data.value_and_grad` does."
         )
-    whole = [lax.psum(sum(parts), axes) if axes else sum(parts) for axes, parts in sums.items()]
+    whole = []
+    for axes, parts in sums.items():
+        with declare("norm.global_norm", *axes):
+            whole.append(lax.psum(sum(parts), axes) if axes else sum(parts))
     return jnp.sqrt(sum(whole))

@@ -24,11 +24,9 @@ from jax.sharding import PartitionSpec as P
 from xform._compat import define_prng_impl
 from xform.lowering._dropout import threefry
 from xform.primitives._rules import join_axes
-from xform.sharding._scope import rule
 from xform.sharding._specs import axes_by_dim
 
 
-@rule("random.local_key")
 def local_key(key: jax.Array, shape: Sequence[int], spec: P) -> jax.Array:
     """Returns a key with which `jax.random` draws this device's part of an array.
 
@@ -77,7 +75,6 @@ def local_key(key: jax.Array, shape: Sequence[int], spec: P) -> jax.Array:
     return jax.random.wrap_key_data(words, impl=_generator(tuple(shape), part))
 
 
-@rule("random.dropout")
 def dropout(x: jax.Array, rate: float, key: jax.Array, shape: Sequence[int], spec: P) -> jax.Array:
     """Returns `x` with numbers set to 0 with probability `rate`, and others divided by `1 - rate`.
 

@@ -36,12 +36,11 @@ from jaxtyping import Array, Float
 
 from xform._compat import varying_axes
 from xform.primitives._rules import join_axes
-from xform.sharding._scope import rule
+from xform.sharding._declare import declare
 
 barrier = lax.optimization_barrier
 
 
-@rule("ring.gather_matmul")
 def gather_matmul(
     x: Float[Array, "... M"],
     weights: Sequence[Float[Array, "M _"]],
@@ -75,11 +74,11 @@ def gather_matmul(
     (8, 4)
     """
     dim = checked("gather_matmul", x, axis, dim)
-    x, *weights = join_axes([x, *weights])
-    return _gather_matmul(axis, dim, x, tuple(weights))
+    with declare("ring.gather_matmul", axis, hidden=True):
+        x, *weights = join_axes([x, *weights])
+        return _gather_matmul(axis, dim, x, tuple(weights))
 
 
-@rule("ring.matmul_scatter")
 def matmul_scatter(
     x: Float[Array, "... F"], weight: Float[Array, "F M"], axis: str, *, dim: int = -2
 ) -> Float[Array, "... M"]:
@@ -111,7 +110,8 @@ def matmul_scatter(
             f"`matmul_scatter` deals out {x.shape[dim]} rows (dimension {dim} of {x.shape}) over "
             f"{axis}={lax.axis_size(axis)}; needed is a multiple: pad the rows, or change the mesh."
         )
-    return _matmul_scatter(axis, dim, *join_axes([x, weight]))
+    with declare("ring.matmul_scatter", axis, hidden=True):
+        return _matmul_scatter(axis, dim, *join_axes([x, weight]))
 
 
 # ---- the ring ------------------------------------------------------------------------------------
@@ -184,7 +184,6 @@ def _matmul_scatter(axis: str, dim: int, x: Array, weight: Array) -> Array:
     return _scattered(axis, dim, (x,), (weight,))
 
 
-@rule("ring.gather_matmul")
 def gather_matmul_bwd(axis: str, dim: int, saved: tuple, dys: tuple) -> tuple:
     """The derivative of `gather_matmul`, however that was computed."""
     x, weights = saved
@@ -199,7 +198,6 @@ def gather_matmul_bwd(axis: str, dim: int, saved: tuple, dys: tuple) -> tuple:
     return dx, tuple(dw.astype(w.dtype) for dw, w in zip(dws, weights, strict=True))
 
 
-@rule("ring.matmul_scatter")
 def _matmul_scatter_bwd(axis: str, dim: int, saved: tuple, dz: Array) -> tuple:
     x, weight = saved
     rows = dz.shape[dim]

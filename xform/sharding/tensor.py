@@ -26,12 +26,13 @@ from dataclasses import dataclass
 from typing import Literal
 
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Integer
 
 from xform._compat import varying_axes
 from xform.sharding import ring
-from xform.sharding._scope import rule
+from xform.sharding._declare import declare
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,11 @@ class TensorParallel:
         if wrong:
             raise ValueError(f"TensorParallel: {'; '.join(wrong)}.")
 
-    @rule("tensor.column")
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The axis, or none."""
+        return () if self.axis is None else (self.axis,)
+
     def column(self, x: Float[Array, "... M"], *weights: Float[Array, "M _"]) -> tuple[Array, ...]:
         """Opens a block: returns `x @ w` for each weight, for all positions and its columns.
 
@@ -87,10 +92,10 @@ class TensorParallel:
             from xform.sharding import _pallas
 
             return _pallas.gather_matmul(x, weights, self._varying("column", x))
-        x = self.enter(x)
-        return tuple(x @ w for w in weights)
+        with declare("tensor.column", *self.axes):
+            x = self.enter(x)
+            return tuple(x @ w for w in weights)
 
-    @rule("tensor.row")
     def row(self, x: Float[Array, "... F"], weight: Float[Array, "F M"]) -> Float[Array, "... M"]:
         """Closes a block: returns the sum over devices of `x @ weight`.
 
@@ -103,16 +108,17 @@ class TensorParallel:
         """
         if self.overlap:
             return ring.matmul_scatter(x, weight, self._varying("row", x))
-        return self.leave(x @ weight)
+        with declare("tensor.row", *self.axes):
+            return self.leave(x @ weight)
 
-    @rule("tensor.enter")
     def enter(self, x: Float[Array, "... M"]) -> Float[Array, "... M"]:
         """Returns the stream of all positions for work that is split; see `column`."""
         if self.axis is None:
             return x
         if self.sequence:
             axis = self._varying("enter", x)
-            return lax.all_gather(x, axis, axis=x.ndim - 2, tiled=True)
+            with declare("tensor.enter", axis):
+                return lax.all_gather(x, axis, axis=x.ndim - 2, tiled=True)
         if self.axis in varying_axes(x):
             raise ValueError(
                 f"`TensorParallel.enter`: the stream {x.shape} varies over {self.axis!r}, and "
@@ -120,20 +126,20 @@ class TensorParallel:
                 "it was not closed by `row` or `leave`, or a parameter that all devices share was "
                 f"cast to vary over {self.axis!r}."
             )
-        return lax.pcast(x, self.axis, to="varying")
+        with declare("tensor.enter", self.axis):
+            return lax.pcast(x, self.axis, to="varying")
 
-    @rule("tensor.leave")
     def leave(self, x: Float[Array, "... M"]) -> Float[Array, "... M"]:
         """Returns the sum over devices of what each made; see `row`."""
         if self.axis is None:
             return x
         axis = self._varying("leave", x)
-        if not self.sequence:
-            return lax.psum(x, axis)
-        self._divides(x, x.ndim - 2)
-        return lax.psum_scatter(x, axis, scatter_dimension=x.ndim - 2, tiled=True)
+        with declare("tensor.leave", axis):
+            if not self.sequence:
+                return lax.psum(x, axis)
+            self._divides(x, x.ndim - 2)
+            return lax.psum_scatter(x, axis, scatter_dimension=x.ndim - 2, tiled=True)
 
-    @rule("tensor.positions")
     def positions(self, x: Array, dim: int = -1) -> Array:
         """Returns this device's part of something that all devices have along the positions.
 
@@ -144,8 +150,9 @@ class TensorParallel:
         size = self._divides(x, dim)
         return lax.dynamic_slice_in_dim(x, lax.axis_index(self.axis) * size, size, dim)
 
-    @rule("tensor.embed")
-    def embed(self, table: Float[Array, "C M"], tokens: Integer[Array, "*shape"]) -> Array:
+    def embed(
+        self, table: Float[Array, "C M"], tokens: Integer[Array | np.ndarray, "*shape"]
+    ) -> Array:
         """Returns the rows of a table that is split along the vocabulary.
 
         Each device looks up what it has, and puts 0 for the rest; the sum is the stream. A token
@@ -163,7 +170,8 @@ class TensorParallel:
         mine = tokens - first
         inside = (mine >= 0) & (mine < size)
         rows = jnp.where(inside[..., None], table[jnp.where(inside, mine, 0)], 0)
-        return self.leave(rows)
+        with declare("tensor.embed", *self.axes):
+            return self.leave(rows)
 
     def _varying(self, name: str, x: Array) -> str:
         assert self.axis is not None
