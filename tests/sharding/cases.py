@@ -10,6 +10,7 @@ size of the axis where the sum is done twice. So one compiled program serves for
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -48,7 +49,7 @@ class Layout:
     cp: int
     tp: int
     sequence: bool
-    overlap: str | None
+    overlap: Any
     zero: int | None
     microbatches: int
 

@@ -7,12 +7,12 @@ from xform.sharding import norm as norm
 from xform.sharding import random as random
 from xform.sharding import ring as ring
 from xform.sharding import tensor as tensor
-from xform.sharding._audit import Audit as Audit
-from xform.sharding._audit import AuditError as AuditError
 from xform.sharding._audit import audit as audit
 from xform.sharding._declare import declare as declare
 from xform.sharding._describe import Description as Description
 from xform.sharding._describe import describe as describe
+from xform.sharding._findings import Audit as Audit
+from xform.sharding._findings import AuditError as AuditError
 from xform.sharding._parity import Parity as Parity
 from xform.sharding._parity import ParityError as ParityError
 from xform.sharding._parity import meshes as meshes

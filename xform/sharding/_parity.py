@@ -67,7 +67,7 @@ class Leaf:
             return f"{name} is right to {self.error:.1e}"
         if self.ratio == 0:
             return f"{name} is 0 where it should not be"
-        whole = self.ratio and _whole(self.ratio)
+        whole = _whole(self.ratio) if self.ratio else None
         if not whole:
             return f"{name} is off by {self.error:.1e} of its largest number"
         up, n = whole
