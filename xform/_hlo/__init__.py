@@ -7,7 +7,7 @@ and exact launches compile with `compile_and_dump`, and hand on what it returns.
 
 Reading order: `_text` (the parser), `_work` (operations and bytes of one instruction), `_groups`
 (collectives and axes), `_twice`, `_program` (all of it together), `_partition` (what the
-partitioner did); `_target` and `_dump` compile.
+partitioner did), `_moves` (of which argument); `_target` and `_dump` compile.
 """
 
 from xform._hlo._dump import Buffer as Buffer
@@ -15,6 +15,7 @@ from xform._hlo._dump import Dump as Dump
 from xform._hlo._dump import Launch as Launch
 from xform._hlo._dump import compile_and_dump as compile_and_dump
 from xform._hlo._groups import axes_of as axes_of
+from xform._hlo._moves import Moves as Moves
 from xform._hlo._partition import Remade as Remade
 from xform._hlo._partition import Whole as Whole
 from xform._hlo._partition import held_whole as held_whole

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from xform._hlo._text import Computation, Instruction, Module, words
+from xform._hlo._text import UNKNOWN, Computation, Instruction, Module, words
 
 # What gives a value another shape, type or name.
 _ALIAS = words("copy bitcast reshape transpose convert get-tuple-element")
@@ -234,7 +234,7 @@ def readers(whole: Module, op_name: str, line: str) -> list[str]:
         for instruction in computation.instructions.values():
             own = instruction.op_name  # of a body, without what encloses it
             same = own and (op_name == own or op_name.endswith(f"/{own}"))
-            if same and whole.line(instruction) == line:
+            if same and whole.line(instruction) in (line, UNKNOWN):
                 names += _readers(computation, instruction)
     return list(dict.fromkeys(names))
 

@@ -64,8 +64,7 @@ def declare(
     that of a gather is a scatter, that of a `pcast` to "varying" is a sum. Where a value that is
     equal along an axis meets one that is not, JAX inserts such a `pcast`; a rule writes it down
     instead, inside its declaration. Of nested declarations, the innermost that names all axes of a
-    collective counts, and the promises of all of them hold. It is a context manager, and a decorator
-    too.
+    collective counts, and the promises of all hold. It is a context manager and a decorator.
 
     Args:
       rule: Its name: letters, digits, spaces, `_`, `.` and `-`.
