@@ -68,6 +68,7 @@ def test_each_leaf_is_summed_once_outside_of_all_loops(microbatches):
     # Two leaves are split and one is whole; then the sum of losses and that of labels.
     assert (count("all_gather"), count("reduce_scatter"), count("psum")) == (2, 2, 3)
     hlo = jax.jit(f).lower(*args).compile().as_text()
+    assert hlo
     assert " all-to-all(" not in hlo
 
 

@@ -140,7 +140,7 @@ def test_gathered_layers_are_not_kept_unless_asked_for():
 
 
 def test_layers_may_close_over_what_devices_have_wherever_derivatives_are_taken():
-    """Numbers of documents inside `shard_map`; a gradient, one of a gradient, and `vmap` outside."""
+    """Numbers of documents inside `shard_map`; derivatives and `vmap` outside of it."""
     x, stack, _ = arrays()
     ids = np.random.default_rng(1).integers(3, size=(2, 8))
     args = np.stack([x, 2 * x]), np.stack([stack["w"], -stack["w"]]), ids

@@ -12,6 +12,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -224,7 +225,7 @@ def _devices(mesh: Mesh | AbstractMesh) -> np.ndarray:
     """Id and process of each device; of an abstract mesh, which has none, their places."""
     found = np.empty(tuple(mesh.shape.values()), object)
     for place, index in enumerate(np.ndindex(found.shape)):
-        device = mesh.devices[index] if isinstance(mesh, Mesh) else None
+        device: Any = mesh.devices[index] if isinstance(mesh, Mesh) else None
         found[index] = (place, 0) if device is None else (device.id, device.process_index)
     return found
 

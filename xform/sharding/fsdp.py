@@ -12,9 +12,9 @@ its gradients are summed as they are dealt out again (ZeRO-3, Rajbhandari et al.
 
 Why by hand: a plain scan gathers at the top of its body, where nothing but that layer could hide
 it, and a loop's passes don't overlap. Gathered parameters in the loop's carry are what its
-derivative would keep of every layer. So the derivative is written out: it keeps each layer's input
-and gathers again; it is one of reverse mode, of any order. With `keep` the gathered parameters of all layers are kept instead, and nothing
-is gathered twice.
+derivative would keep of every layer. So the derivative is written out, that of reverse mode, of any
+order: it keeps each layer's input and gathers again. With `keep` the gathered parameters of all
+layers are kept instead, and nothing is gathered twice.
 
 Memory of one device, beside its own 1/n of everything: the inputs of L layers, and of the whole
 parameters P of a layer `(k + 1) P`, or `L P` with `keep`; on the way back `2 P` of gradients.
@@ -32,6 +32,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.core import eval_jaxpr
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, PyTree
@@ -157,7 +158,7 @@ def _closed(layer: Layer, x: Array, whole: PyTree) -> tuple[Callable, list]:
     program = jax.make_jaxpr(layer)(x, whole)
 
     def call(x, whole, *consts):
-        return jax.core.eval_jaxpr(program.jaxpr, consts, *jax.tree.leaves((x, whole)))[0]
+        return eval_jaxpr(program.jaxpr, consts, *jax.tree.leaves((x, whole)))[0]
 
     return call, program.consts
 
