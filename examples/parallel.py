@@ -87,12 +87,14 @@ def enter(params: dict, layout: Layout, specs: dict) -> dict:
 
     Once, and before any loop: so the sums over devices of their gradients are taken once as well.
     """
-    ready = data.gather(params, specs, "dp")
-    if layout.fsdp:
-        whole = partial(data.gather, specs=specs["layers"], axis="dp")
-        ready["layers"] = fsdp.late(params["layers"], whole) if layout.late else params["layers"]
     # Where positions are split, what lies between blocks is used on a part of them.
-    return data.per_device(ready, ("dp", "tp") if layout.sequence else "dp")
+    own = data.per_device(params, ("dp", "tp") if layout.sequence else "dp")
+    layers = own.pop("layers")
+    ready = data.gather(own, {name: specs[name] for name in own}, "dp")
+    gather = partial(data.gather, specs=specs["layers"], axis="dp")
+    if not layout.fsdp:
+        return {**ready, "layers": gather(layers)}
+    return {**ready, "layers": fsdp.late(layers, gather) if layout.late else layers}
 
 
 def loss_and_grads(

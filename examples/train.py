@@ -126,8 +126,16 @@ def check(config: Config) -> None:
             f"layout.microbatches={layout.microbatches} must be above 0, and "
             f"layout.ahead={layout.ahead} from 0 to model.layers={m.layers}"
         )
+    if layout.overlap and not layout.sequence:
+        wrong.append("layout.overlap hides what layout.sequence sends: set that too")
+    if (layout.keep or layout.late) and not layout.fsdp:
+        wrong.append("layout.keep and layout.late say how layout.fsdp gathers: set that too")
     if config.processes > 1 and (config.coordinator is None or config.run is None):
         wrong.append("processes have to find each other: name a coordinator, and a run")
+    if not 0 <= config.process < max(1, config.processes):
+        wrong.append(f"process={config.process} is none of processes={config.processes}, from 0")
+    if config.processes > 1 and config.explain:
+        wrong.append("explain is of one process")
     if config.temperature < 0:
         wrong.append(f"temperature={config.temperature} must not be negative")
     if config.separator is not None and not 0 <= config.separator < m.codes:
@@ -450,6 +458,7 @@ def from_command_line() -> Config:
 def run_from_command_line() -> None:
     """Does what the command line asks for, with the devices of this process."""
     config = from_command_line()
+    check(config)
     cpu_devices(max(1, 8 // config.processes))
     several.join(config.coordinator, config.processes, config.process)
     main(config)

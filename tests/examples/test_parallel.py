@@ -28,7 +28,8 @@ from parallel import Layout
 from tests.examples.test_llama import SMALL, random_params, random_rows
 from tests.examples.test_train import TINY, mesh_of, some_documents
 from tests.sharding.equal import assert_equal, on_one, run_on
-from xform.train.data import pack
+from xform.sharding import audit, shardings
+from xform.train.data import Rows, pack
 
 ROOT = Path(__file__).parents[2]
 slow = partial(pytest.param, marks=pytest.mark.slow)
@@ -110,6 +111,24 @@ def test_fsdp_leaves_each_device_an_equal_share_of_everything():
     assert sum(map(part, split)) == (whole - norms) // 8 + norms // 4
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "layout",
+    [Layout(), ALL, Layout(fsdp=True, late=True, sequence=True, microbatches=2)],
+    ids=str,
+)
+def test_no_communication_is_undeclared(layout):
+    """In the compiled step, whoever put it there: rules, derivatives or XLA."""
+    mesh = mesh_of(4, 2)
+    params = jax.eval_shape(partial(llama.init, TINY.model), jax.random.key(0))
+    placed = lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at)
+    params = jax.tree.map(placed, params, parallel.placement(layout, TINY.model, mesh))
+    rows = Rows(*[np.zeros((8, 48), np.int32)] * 3)
+    rows = jax.tree.map(lambda x: placed(x, shardings(mesh, P("dp"))), rows)
+    found = audit(parallel.gradients(TINY.model, mesh, layout), (params, rows), target=None)
+    assert len(found.messages) > 10
+
+
 def test_a_layout_that_does_not_divide_is_refused():
     model = dataclasses.replace(TINY.model, codes=258)
     for config, message in (
@@ -125,8 +144,17 @@ def test_a_layout_that_does_not_divide_is_refused():
             train.mesh_for(dataclasses.replace(TINY, dp=2, tp=4, **config))
     with pytest.raises(ValueError, match=r"layout.ahead=9 from 0 to model.layers=4"):
         train.check(train.Config(layout=Layout(ahead=9)))
-    with pytest.raises(ValueError, match=r"name a coordinator, and a run"):
-        train.check(train.Config(processes=2))
+    layout = Layout(overlap="ring", keep=True)
+    with pytest.raises(ValueError, match=r"^config: ") as error:
+        train.check(train.Config(layout=layout, processes=2, process=2, explain="a.html"))
+    for words in (
+        "layout.overlap hides what layout.sequence sends: set that too",
+        "layout.keep and layout.late say how layout.fsdp gathers: set that too",
+        "name a coordinator, and a run",
+        "process=2 is none of processes=2, from 0",
+        "explain is of one process",
+    ):
+        assert words in str(error.value)
     assert train.mesh_for(train.Config(model=llama.Config(codes=50257))).shape["tp"] == 1
 
 
