@@ -14,7 +14,9 @@ from xform._hlo._dump import Buffer as Buffer
 from xform._hlo._dump import Dump as Dump
 from xform._hlo._dump import Launch as Launch
 from xform._hlo._dump import compile_and_dump as compile_and_dump
+from xform._hlo._groups import COLLECTIVES as COLLECTIVES
 from xform._hlo._groups import axes_of as axes_of
+from xform._hlo._groups import groups_of as groups_of
 from xform._hlo._moves import Moves as Moves
 from xform._hlo._partition import Remade as Remade
 from xform._hlo._partition import Whole as Whole
@@ -34,6 +36,8 @@ from xform._hlo._target import lower_for as lower_for
 from xform._hlo._target import mesh_of as mesh_of
 from xform._hlo._target import target_mesh as target_mesh
 from xform._hlo._text import UNKNOWN as UNKNOWN
+from xform._hlo._text import Computation as Computation
+from xform._hlo._text import Instruction as Instruction
 from xform._hlo._text import Module as Module
 from xform._hlo._text import parse as parse
 from xform._hlo._twice import Twice as Twice

@@ -14,11 +14,10 @@ from xform._hlo._text import Computation, Instruction, Module, words
 Node = tuple[str, str, int | None]
 
 _MOVES = words(
-    "copy bitcast reshape transpose convert slice dynamic-slice pad reverse broadcast concatenate"
+    "copy bitcast reshape transpose convert slice dynamic-slice pad reverse concatenate"
     " all-gather all-to-all collective-permute"
 )
 _SCALES = words("multiply divide add subtract negate select")
-_FILLS = words("broadcast constant iota")
 _REFERENCE = re.compile(r"%([\w.\-]+)(?:#(\d+))?")
 
 
@@ -105,12 +104,18 @@ class Moves:
                     yield here(i if many else None), ref
 
     def _scales(self, within: Computation, one: Instruction) -> bool:
-        """Whether all operands but one are numbers."""
+        """Whether all operands but one are numbers, spread over its shape."""
         sources = [within.instructions[name] for name in one.operands]
-        return sum(source.opcode not in _FILLS for source in sources) == 1
+        return sum(not _is_number(within, source) for source in sources) == 1
 
     def _body(self, one: Instruction, key: str) -> Computation:
         return self.module.computations[one.attrs[key].strip("%")]
+
+
+def _is_number(within: Computation, value: Instruction) -> bool:
+    while value.opcode in ("broadcast", "copy", "convert"):
+        value = within.instructions[value.operands[0]]
+    return value.opcode == "constant" or value.leaves[0].dims == ()
 
 
 def references(instruction: Instruction) -> list[tuple[str, int | None]]:

@@ -19,11 +19,12 @@ from xform._hlo import compile_and_dump, lower_for, mesh_of, read, target_mesh
 from xform._program import program
 from xform.sharding._checks import (
     Allowed,
-    Named,
+    Partitioned,
     broken,
     divergent,
     message,
     rematerialised,
+    swallowed,
 )
 from xform.sharding._checks import (
     replicated as held_whole,
@@ -108,11 +109,12 @@ def audit(
     lowered = lower_for(target, jitted, *leaves) if target else traced.lower()
     compiled, dump = compile_and_dump(lowered, partitioning=True)
     report = read(compiled, mesh=sizes or None, dump=dump)
-    named = Named(dump, paths, _paths(traced.out_info))
-    messages = tuple(message(c, report, dump, named) for c in report.collectives)
-    allowed = Allowed(replicated, named, leaves)
+    partitioned = Partitioned(dump, sizes, paths, _paths(traced.out_info))
+    messages = tuple(message(c, report, partitioned) for c in report.collectives)
+    allowed = Allowed(replicated, partitioned, leaves)
     offenders = (
         *broken(messages, report),
+        *swallowed(messages, partitioned),
         *held_whole(dump, allowed, large),
         *rematerialised(dump),
         *divergent(program(traced.jaxpr), sizes),

@@ -3,14 +3,20 @@
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, NamedTuple
 
 from xform._hlo import (
+    COLLECTIVES,
     Collective,
+    Computation,
     Dump,
+    Instruction,
+    Module,
     Moves,
     Program,
     Whole,
+    axes_of,
+    groups_of,
     held_whole,
     readers,
     remade,
@@ -22,65 +28,110 @@ from xform.sharding._divergence import diverging
 from xform.sharding._findings import Message, Offender
 
 
-class Named:
-    """The user's names of what a program is given and returns."""
+class Written(NamedTuple):
+    """A collective as the partitioner leaves it, before XLA joins, splits and moves any.
 
-    def __init__(self, dump: Dump, arguments: Sequence[str], results: Sequence[str]):
-        self.given, self.returned, self.split = arguments, results, dump.split
+    Attributes:
+        body, instruction: where it stands.
+        axes: the mesh axes over which it runs.
+        line: the user's line.
+    """
+
+    body: Computation
+    instruction: Instruction
+    axes: tuple[str, ...]
+    line: str
+
+    def is_named(self, name: str) -> bool:
+        """Whether it goes by a name in the compiled program, where what encloses it is added."""
+        own = self.instruction.op_name
+        return bool(own) and f"/{name}".endswith(f"/{own}")
+
+
+class Partitioned:
+    """What the partitioner was given and made, with the user's names of arguments and results."""
+
+    def __init__(
+        self,
+        dump: Dump,
+        mesh: Mapping[str, int],
+        arguments: Sequence[str],
+        results: Sequence[str],
+    ):
+        self.whole, self.split = dump.whole, dump.split
+        self.given, self.returned = arguments, results
         self.moves = Moves(dump.split) if dump.split else None
+        self.written = list(_written(dump.split, mesh)) if dump.split else []
 
     def argument(self, op_name: str) -> str | None:
         """The path of an argument, from the name that it has in the program."""
         found = re.fullmatch(r"flat\[(\d+)\]", op_name)
         return self.given[int(found[1])] if found else None
 
-    def of(self, c: Collective) -> tuple[str, ...]:
+    def paths(self, c: Collective) -> tuple[str, ...]:
         """The arguments that a collective moves, or else the results that it makes."""
-        if self.split is None or self.moves is None:
+        if self.moves is None:
             return ()
         names = separate(c.op_name)
         same = [
-            (body, one)
-            for body in self.split.computations.values()
-            for one in body.instructions.values()
-            if one.base == c.op and any(f"/{name}".endswith(f"/{one.op_name}") for name in names)
+            w for w in self.written if w.instruction.base == c.op and any(map(w.is_named, names))
         ]
         # Joined ones may have other shapes than what was joined.
-        alike = [found for found in same if (found[1].leaves[0].text,) == c.arrays] or same
-        moved = [p.op_name for found in alike for p in self.moves.arguments(*found)]
-        given = [f"argument {path!r}" for path in map(self.argument, moved) if path is not None]
+        alike = [w for w in same if (w.instruction.leaves[0].text,) == c.arrays] or same
+        moved = [p for w in alike for p in self.moves.arguments(w.body, w.instruction)]
+        given = [path for p in moved if (path := self.argument(p.op_name)) is not None]
         if given:
-            return tuple(dict.fromkeys(given))
-        made = [i for found in alike for i in self.moves.results(*found)]
-        results = (self.returned[i] for i in made)
-        return tuple(
-            dict.fromkeys(f"result {path!r}" if path else "the result" for path in results)
-        )
+            return tuple(dict.fromkeys(f"argument {path!r}" for path in given))
+        made = [i for w in alike for i in self.moves.results(w.body, w.instruction)]
+        results = dict.fromkeys(self.returned[i] for i in made)
+        return tuple(f"result {path!r}" if path else "the result" for path in results)
+
+    def parts(self, c: Collective) -> list[tuple[str, tuple[str, ...]]]:
+        """The names that XLA joined to a collective, each with its axes.
+
+        Where XLA lost the name, it is one of all that it could be made of.
+        """
+        if c.op_name or not self.written:
+            return [(name, c.axes or ()) for name in separate(c.op_name)]
+        could = [
+            (w.instruction.op_name, w.axes)
+            for w in self.written
+            if w.instruction.base == c.op and w.axes and set(w.axes) <= set(c.axes or ())
+        ]
+        return list(dict.fromkeys(could)) or [("", c.axes or ())]
+
+    def said(self, name: str, c: Collective) -> list[str]:
+        """The names under which a collective may be declared."""
+        if c.inserted and self.whole is not None:
+            return [name, *readers(self.whole, name, c.kernel.line)]
+        return [name]
 
 
-def message(c: Collective, report: Program, dump: Dump, named: Named) -> Message:
+def _written(split: Module, mesh: Mapping[str, int]) -> Iterator[Written]:
+    for body in split.computations.values():
+        for instruction in body.instructions.values():
+            if instruction.base in COLLECTIVES and not instruction.opcode.endswith("-done"):
+                axes = axes_of(groups_of(instruction, split.partitions), mesh)
+                yield Written(body, instruction, axes or (), split.line(instruction))
+
+
+def message(c: Collective, report: Program, partitioned: Partitioned) -> Message:
     """A collective of the compiled program, with who declared it."""
-    axes = c.axes or ()
     kernels = {k.name: k for k in report.kernels}
     rules: list[str] = []
     promises: list[Declaration] = []
     undeclared: list[str] = []
-    for name in _names(c, dump):
-        candidates = [name]
-        if c.inserted and dump.whole is not None:
-            candidates += readers(dump.whole, name, c.kernel.line)
-        by = next((one for one in candidates if covering(one, axes)), None)
+    for name, axes in partitioned.parts(c):
+        by = next((one for one in partitioned.said(name, c) if covering(one, axes)), None)
         found = covering(by, axes) if by else None
         if by and found:
             rules.append(found.rule)
             promises += declared(by)
         else:
             undeclared.append(name)
-    if not axes and not undeclared and c.axes is None:
-        undeclared.append(c.op_name)
     return Message(
         op=c.op,
-        axes=axes,
+        axes=c.axes or (),
         rules=tuple(dict.fromkeys(rules)),
         undeclared=tuple(dict.fromkeys(undeclared)),
         arrays=c.arrays,
@@ -91,21 +142,21 @@ def message(c: Collective, report: Program, dump: Dump, named: Named) -> Message
         promises=tuple(dict.fromkeys(promises)),
         inserted=c.inserted,
         line=c.kernel.line,
-        paths=named.of(c),
+        paths=partitioned.paths(c),
     )
 
 
-def _names(c: Collective, dump: Dump) -> list[str]:
-    """JAX's names of what a collective does, of which XLA may have joined several, or lost all."""
-    if c.op_name or dump.split is None:
-        return separate(c.op_name)
-    same = [
-        instruction.op_name
-        for computation in dump.split.computations.values()
-        for instruction in computation.instructions.values()
-        if instruction.base == c.op and tuple(x.text for x in instruction.leaves) == c.arrays
-    ]
-    return list(dict.fromkeys(same)) or [""]
+def swallowed(messages: Sequence[Message], partitioned: Partitioned) -> Iterator[Offender]:
+    """Undeclared collectives that XLA joined to others, of which they may not keep their names."""
+    named = [name for m in messages for name in m.undeclared]
+    for w in partitioned.written:
+        own = w.instruction.op_name
+        if w.instruction.inserted or not w.axes or covering(own, w.axes):
+            continue
+        if not any(map(w.is_named, named)):
+            array = w.instruction.leaves[0].text
+            text = f"{w.instruction.base} of {array} over {', '.join(w.axes)}, joined to another"
+            yield Offender("undeclared", f"{text}, put in for {_last(own)}", w.line)
 
 
 def broken(messages: Sequence[Message], report: Program) -> Iterator[Offender]:
@@ -135,18 +186,18 @@ def _last(name: str) -> str:
 class Allowed:
     """The values that the user says may be whole."""
 
-    def __init__(self, patterns: str | Sequence[str], named: Named, leaves: Sequence[Any]):
+    def __init__(self, patterns: str | Sequence[str], names: Partitioned, leaves: Sequence[Any]):
         self.patterns = (patterns,) if isinstance(patterns, str) else tuple(patterns)
-        given = zip(named.given, leaves, strict=True)
+        given = zip(names.given, leaves, strict=True)
         self.shapes = {tuple(x.shape) for path, x in given if self.fits(path)}
-        self.named = named
+        self.names = names
 
     def fits(self, name: str) -> bool:
         return any(fnmatchcase(name, pattern) for pattern in self.patterns)
 
     def __contains__(self, value: Whole) -> bool:
         if value.argument is not None:
-            return self.fits(self.named.argument(value.op_name) or "")
+            return self.fits(self.names.argument(value.op_name) or "")
         dims = value.array.partition("[")[2].removesuffix("]")
         shape = tuple(int(dim) for dim in dims.split(",") if dim)
         return shape in self.shapes or self.fits(value.op_name)
@@ -156,7 +207,7 @@ def replicated(dump: Dump, allowed: Allowed, large: int) -> Iterator[Offender]:
     """Large values that every device holds whole."""
     for value in held_whole(dump.whole, large) if dump.whole else ():
         if value not in allowed:
-            path = allowed.named.argument(value.op_name)
+            path = allowed.names.argument(value.op_name)
             name = f"argument {path!r}" if path is not None else _last(value.op_name)
             yield Offender("whole", f"{name}, {value.array}, {si(value.bytes)}B", value.line)
 

@@ -174,8 +174,8 @@ class Audit:
                 f"{m.trips}" + (" in a loop" if m.looped else ""),
                 f"{si(m.sent)}B",
                 "yes" if m.covered else "no",
-                few(m.arrays),
-                few(m.paths),
+                few(m.arrays, 2),
+                few(m.paths, 1),
                 short(m.line),
             ]
             for m in self.messages
@@ -201,9 +201,9 @@ class Audit:
         )
 
 
-def few(words: Sequence[str]) -> str:
+def few(words: Sequence[str], count: int = 3) -> str:
     """The first words of many."""
-    return ", ".join(words[:3]) + (", …" if len(words) > 3 else "")
+    return ", ".join(words[:count]) + (", …" if len(words) > count else "")
 
 
 def _at(line: str) -> str:
