@@ -64,6 +64,25 @@ def test_a_label_in_the_padding_is_the_mistake_that_it_is_without():
     assert np.isfinite(each[0, 1])
 
 
+def test_padding_that_would_count_is_refused():
+    """A cap brings minus infinity back, and smoothing means over all entries."""
+    tp = TensorParallel("tp")
+    x, w, labels = arrays(16, kept=1.0)
+    on = lambda **how: run_on(
+        mesh_of(tp=8), lambda x, w, y: loss.cross_entropy(x, w, y, tp, **how)[0],
+        (P(), P(None, "tp"), P()), P(), (x, w, labels),
+    )  # fmt: skip
+    with pytest.raises(
+        NotImplementedError, match=r"softcap and label_smoothing would count the 1 entries that"
+    ):
+        on(entries=15, softcap=5.0, label_smoothing=0.1)
+    for entries in (0, 17):
+        with pytest.raises(ValueError, match=rf"entries={entries}, and the matrix has 16 on all"):
+            on(entries=entries)
+    capped = lambda x, w, y: linear_cross_entropy(x, w, y, softcap=5.0, label_smoothing=0.1)[0]
+    assert_equal(on(entries=16, softcap=5.0, label_smoothing=0.1), on_one(capped, x, w, labels))
+
+
 def test_logits_are_never_whole():
     """No operation of the compiled program, forward and backward, makes an array of their size."""
     tp = TensorParallel("tp", sequence=True)
