@@ -166,6 +166,91 @@ def test_sums_that_xla_joins_are_told_apart():
     assert "forgotten/psum" in report.complaint()
 
 
+def folded(x, y):
+    """XLA makes one sum over both axes of it, which has neither name."""
+    del y
+    x = lax.psum(x, "tp")
+    with declare("rows", "dp"):
+        return lax.psum(x, "dp")
+
+
+def added(x, y):
+    """XLA sums once, and keeps the name of the first."""
+    with declare("rows", "dp", "tp"):
+        x = lax.psum(x, ("dp", "tp"))
+    return x + lax.psum(y, ("dp", "tp"))
+
+
+@pytest.mark.parametrize("f", [folded, added], ids=lambda f: f.__name__)
+def test_what_xla_swallows_is_found_all_the_same(f):
+    specs = P(("dp", "tp"))
+    args = (S((64, 64), jnp.float32), S((64, 64), jnp.float32))
+    with pytest.raises(AuditError, match=r"all-reduce of f32\[\d+,64\] over dp, tp"):
+        audit(over(f, specs, P()), args, {"dp": 4, "tp": 2}, specs=specs)
+    said = declare("all", "dp", "tp")(f)
+    (message,) = audit(over(said, specs, P()), args, {"dp": 4, "tp": 2}, specs=specs).messages
+    assert message.op == "all-reduce"
+    assert "rows" in message.rules or "all" in message.rules
+
+
+def test_an_ensemble_of_sharded_models_under_vmap():
+    def f(ws, x):
+        def of_one(w, x):
+            with declare("total", "dp"):
+                return lax.psum((x * w).sum(), "dp")
+
+        g = lambda w: jax.shard_map(of_one, in_specs=(P(), P("dp")), out_specs=P())(w, x)
+        return jax.vmap(g)(ws)
+
+    args = (S((3,), jnp.float32), S((64,), jnp.float32))
+    (message,) = audit(f, args, {"dp": 4}, specs=(P(), P("dp"))).messages
+    assert (message.arrays, message.rules) == (("f32[3]",), ("total",))
+
+
+def test_a_partly_manual_program_has_both_kinds():
+    """A ring over pp by hand, products over tp by the partitioner."""
+
+    def f(x, w):
+        @partial(jax.shard_map, in_specs=(P("pp"), P()), out_specs=P("pp"), axis_names={"pp"})
+        def stage(x, w):
+            with declare("block", "tp"):
+                w = lax.with_sharding_constraint(w, P(None, "tp"))
+                y = jnp.tanh(x @ w) @ w.T
+            with declare("send", "pp"):
+                return lax.ppermute(y, "pp", [(0, 1), (1, 0)])
+
+        return stage(x, w)
+
+    args = (S((64, 512), jnp.float32), S((512, 512), jnp.float32))
+    specs = (P("pp"), P(None, "tp"))
+    messages = audit(f, args, auto_mesh(pp=2, tp=4), specs=specs).messages
+    assert {(m.op, m.axes, m.rules, m.inserted) for m in messages} == {
+        ("all-reduce", ("tp",), ("block",), True),
+        ("collective-permute", ("pp",), ("send",), False),
+    }
+
+
+def test_turns_are_counted_through_nested_loops_and_branches():
+    def f(x):
+        def twice(c):
+            with declare("inner", "dp"):
+                step = lambda c, _: (varying(lax.psum(jnp.sin(c), "dp"), "dp"), None)
+                return lax.scan(step, c, length=5)[0]
+
+        def body(c, _):
+            with declare("asked", "dp"):
+                go = lax.pmax(c.sum(), "dp") > 0
+            return lax.cond(go, twice, lambda c: c, c), None
+
+        return lax.scan(body, x, length=3)[0]
+
+    report = audit(
+        over(f, P("dp"), P("dp")), (S((64, 256), jnp.float32),), {"dp": 4}, specs=P("dp")
+    )
+    turns = {m.rules: (m.trips, m.looped) for m in report.messages}
+    assert turns == {("asked",): (3, True), ("inner",): (15, True)}
+
+
 def test_sums_over_several_axes_and_of_tuples_and_exchanges():
     def f(x):
         with declare("both", "dp", "tp"):

@@ -62,7 +62,8 @@ class Leaf:
     @property
     def text(self) -> str:
         """It in words: `layers/query is 2 × the right one, the size of tp`."""
-        name = self.path if self.path == "loss" else f"the gradient of {self.path!r}"
+        of = f" of {self.path!r}" if self.path else ""
+        name = self.path if self.path == "loss" else f"the gradient{of}"
         if not self.wrong:
             return f"{name} is right to {self.error:.1e}"
         if self.ratio == 0:
