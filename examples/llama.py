@@ -1,9 +1,10 @@
 """A Llama-style language model: pure functions over a plain dict of arrays.
 
 The model is written once. On one device it is called as it stands. Inside `jax.shard_map`, with the
-parameters split as `SPECS` says and `tp` naming the mesh axis, each device holds some of the heads
-and some of the feed-forward units. Each block then begins where devices `part` ways, and ends where
-they `join` what they computed. With a `Cache`, the same layers `extend` a text token by token.
+parameters split as `SPECS` says and `tp` saying how, each device holds some of the heads, of the
+feed-forward units and of the vocabulary. A block opens with the columns of its matrices and closes
+with their rows: there, and nowhere else, devices talk. With a `Cache`, the same layers `extend` a
+text token by token.
 
 Shapes are the suffixes of names:
 
@@ -25,9 +26,10 @@ from xform import (
     decode_attention,
     documents,
     flex_attention,
-    linear_cross_entropy,
     paged_attention,
 )
+from xform.sharding import TensorParallel
+from xform.sharding.loss import cross_entropy
 from xform.train.data import NO_LABEL
 
 
@@ -50,7 +52,7 @@ class Config:
 # Layers are stacked along the leading dimension L. Over `tp` we split the columns of the matrices
 # that open a block (whole heads, whole units), and the rows of those that close it.
 SPECS = {
-    "embed": P(),  # C M
+    "embed": P("tp"),  # C M
     "layers": {
         "attention_norm": P(),  # L M
         "query": P(None, None, "tp"),  # L M H·D
@@ -63,8 +65,9 @@ SPECS = {
         "down": P(None, "tp", None),  # L F M
     },
     "norm": P(),  # M
-    "unembed": P(),  # M C
+    "unembed": P(None, "tp"),  # M C
 }
+ONE = TensorParallel()
 
 
 def init(config: Config, key: jax.Array) -> dict:
@@ -98,12 +101,20 @@ def init(config: Config, key: jax.Array) -> dict:
 # ---- model ---------------------------------------------------------------------------------------
 
 
-def logits(params: dict, tokens_BT, ids_BT, config: Config, *, tp: str | None = None):
+def logits(params: dict, tokens_BT, ids_BT, config: Config, tp: TensorParallel = ONE):
     """Returns the logits [B, T, C] of the token that follows each position; see `stream`."""
-    return stream(params, tokens_BT, ids_BT, config, tp=tp) @ params["unembed"]
+    (logits_BTC,) = tp.column(stream(params, tokens_BT, ids_BT, config, tp), params["unembed"])
+    return logits_BTC
 
 
-def stream(params: dict, tokens_BT, ids_BT, config: Config, *, tp: str | None = None):
+def one_by_one(step, x, stack):
+    """Returns `x` after `x = step(x, params)` for the parameters of each layer in the stack."""
+    return jax.lax.scan(lambda x, p: (step(x, p), None), x, stack)[0]
+
+
+def stream(
+    params: dict, tokens_BT, ids_BT, config: Config, tp: TensorParallel = ONE, scan=one_by_one
+):
     """Returns what the model makes of each position, [B, T, M], for `unembed` to turn into logits.
 
     Args:
@@ -111,48 +122,41 @@ def stream(params: dict, tokens_BT, ids_BT, config: Config, *, tp: str | None = 
       tokens_BT: Tokens.
       ids_BT: The document of each token; attention stays inside a document.
       config: Sizes of the whole model.
-      tp: The mesh axis that the parameters are split over, or None.
+      tp: How blocks are split over devices.
+      scan: What applies the layers, as `one_by_one` does.
     """
     mask = causal() & documents(ids_BT)
     # Positions run on over the row: RoPE sees differences alone, and those never leave a document.
     rotation = rotations(jnp.arange(tokens_BT.shape[1]), config)
-
-    def step(x_BTM, p):
-        return layer(x_BTM, p, mask, rotation, config, tp)
-
-    x_BTM, _ = jax.lax.scan(step, params["embed"][tokens_BT], params["layers"])
+    step = lambda x_BTM, p: layer(x_BTM, p, mask, rotation, config, tp)[0]
+    x_BTM = scan(step, tp.embed(params["embed"], tokens_BT), params["layers"])
     return rms_norm(x_BTM, params["norm"])
 
 
-def layer(x_BTM, p: dict, mask, rotation, config: Config, tp: str | None = None, cache=None):
+def layer(x_BTM, p: dict, mask, rotation, config: Config, tp: TensorParallel = ONE, cache=None):
     """One layer: attention, then a gated feed-forward block, each added to the stream."""
-    normed_BTM = part(rms_norm(x_BTM, p["attention_norm"]), tp)
-    out_BTM, cache = attention(normed_BTM, p, mask, rotation, config, cache)
-    x_BTM += join(out_BTM, tp)
-    normed_BTM = part(rms_norm(x_BTM, p["hidden_norm"]), tp)
-    return x_BTM + join(swiglu(normed_BTM, p), tp), cache
+    normed_BTM = rms_norm(x_BTM, p["attention_norm"])
+    q, k, v = tp.column(normed_BTM, p["query"], p["key"], p["value"])
+    out, cache = attention(q, k, v, mask, rotation, config, cache)
+    x_BTM += tp.row(out, p["out"])
+    gate_BTF, up_BTF = tp.column(rms_norm(x_BTM, p["hidden_norm"]), p["gate"], p["up"])
+    return x_BTM + tp.row(jax.nn.silu(gate_BTF) * up_BTF, p["down"]), cache
 
 
-def attention(x_BTM, p: dict, mask, rotation, config: Config, cache):
+def attention(q, k, v, mask, rotation, config: Config, cache):
     """Grouped-query attention: each key/value head serves H/K query heads.
 
     With a cache, this layer's part of one, queries see the keys and values in it as well.
     """
-    B, T, _ = x_BTM.shape
-    q_BTHD = rotate((x_BTM @ p["query"]).reshape(B, T, -1, config.head_size), rotation)
-    k_BTKD = rotate((x_BTM @ p["key"]).reshape(B, T, -1, config.head_size), rotation)
-    v_BTKD = (x_BTM @ p["value"]).reshape(B, T, -1, config.head_size)
+    B, T, _ = q.shape
+    q_BTHD, k_BTKD, v_BTKD = (x.reshape(B, T, -1, config.head_size) for x in (q, k, v))
+    q_BTHD, k_BTKD = rotate(q_BTHD, rotation), rotate(k_BTKD, rotation)
     if cache is None:
         out_BTHD = flex_attention(q_BTHD, k_BTKD, v_BTKD, mask_mod=mask)
     else:
         cache = cache.append(k_BTKD, v_BTKD)
         out_BTHD = cache.attend(q_BTHD, mask)
-    return out_BTHD.reshape(B, T, -1) @ p["out"], cache
-
-
-def swiglu(x_BTM, p: dict):
-    """Feed-forward units that are multiplied by a gate."""
-    return (jax.nn.silu(x_BTM @ p["gate"]) * (x_BTM @ p["up"])) @ p["down"]
+    return out_BTHD.reshape(B, T, -1), cache
 
 
 def rms_norm(x_BTM, scale_M):
@@ -174,27 +178,17 @@ def rotate(x_BTHD, rotation):
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
 
 
-def part(x, axis: str | None):
-    """Returns `x` for use in work split over the axis; its gradients are summed over it, once."""
-    return x if axis is None else jax.lax.pcast(x, axis, to="varying")
-
-
-def join(x, axis: str | None):
-    """Returns the sum of the devices' `x` over the axis."""
-    return x if axis is None else jax.lax.psum(x, axis)
-
-
 # ---- what it is trained on -----------------------------------------------------------------------
 
 
-def loss(params: dict, rows, config: Config, *, tp: str | None = None):
+def loss(params: dict, rows, config: Config, tp: TensorParallel = ONE, scan=one_by_one):
     """Returns the summed negative log-likelihood of all labels, in nats, and their number.
 
     A sum and a count, not a mean: devices that hold different numbers of labels add up theirs, and
     the quotient is then exactly what one device would find.
     """
-    x_BTM = stream(params, rows.tokens, rows.ids, config, tp=tp)
-    loss_BT, _ = linear_cross_entropy(x_BTM, params["unembed"], rows.labels, ignore_label=NO_LABEL)
+    x_BTM = stream(params, rows.tokens, rows.ids, config, tp, scan)
+    loss_BT, _ = cross_entropy(x_BTM, params["unembed"], rows.labels, tp, ignore_label=NO_LABEL)
     return jnp.sum(loss_BT), jnp.sum(rows.labels != NO_LABEL)
 
 

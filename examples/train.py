@@ -2,14 +2,18 @@
 
     uv run --extra train examples/train.py
     uv run --extra train examples/train.py --tp 1 --steps 1000 --model.layers 8
+    uv run --extra train examples/train.py --dp 4 --tp 2 --layout.fsdp \
+        --layout.sequence --layout.overlap ring
     uv run --extra train examples/train.py --data notes/ letters.txt
     uv run --extra train examples/train.py --data train.bin --separator 50256 \
         --model.codes 50257 --tokenizer tokenizer.json
     uv run --extra train examples/train.py --resume
 
 It runs on all accelerators that JAX finds, or on a CPU split into eight virtual devices, as a mesh
-of `dp` (each a part of the batch) × `tp` (each a part of the matrices). What it leaves is a folder
-in `runs/`. Ctrl-C lets it finish and save its step; `--resume` goes on as if nothing had happened.
+of `dp` (each a part of the batch) × `tp` (each a part of the matrices); how, parallel.py says. With
+`--processes`, as many as these share the mesh, each with its own devices: all are given the same
+command but for their `--process`. What a run leaves is a folder in `runs/`. Ctrl-C lets it finish
+and save its step; `--resume` goes on as if nothing had happened.
 """
 
 import contextlib
@@ -34,9 +38,12 @@ from jax.sharding import PartitionSpec as P
 from rich.progress import BarColumn, Progress, TimeRemainingColumn
 
 import llama
+import parallel
+import several
 from generate import generate
-from xform import Costs, all_finite, cost, explain, hfu, memory, mfu, numerics, precision
-from xform.sharding import check_divisible, cpu_devices, make_mesh, settle, shardings
+from parallel import Layout
+from xform import Costs, all_finite, cost, explain, hfu, memory, mfu, numerics
+from xform.sharding import cpu_devices, make_mesh, place, settle, shardings
 from xform.train import files, run
 from xform.train.checkpoint import Checkpoints
 from xform.train.data import NO_LABEL, Rows, Source, batch
@@ -80,7 +87,14 @@ class Config:
     dp: int | None = None
     """Devices along the data axis; by default all that `tp` leaves."""
     tp: int | None = None
-    """Devices along the tensor axis; by default 2 where their number is even."""
+    """Devices along the tensor axis; by default 2 where it divides devices and vocabulary."""
+    layout: Layout = parallel.PLAIN
+    coordinator: str | None = None
+    """Where process 0 waits for the others, as `host:port`; `auto` where a cluster says so."""
+    processes: int = 1
+    """How many processes share the mesh."""
+    process: int = 0
+    """Which one of them this is."""
 
     run: str | None = None
     """The run's folder; by default a new one in `runs/`, named by date and time."""
@@ -96,13 +110,16 @@ class Config:
 
 
 # What may be another when a run goes on. Its data is known by the tokens, wherever they lie.
-FREE = ("dp", "tp", "run", "resume", "save_every", "prompt", "temperature", "data")
+FREE = (
+    *("dp", "tp", "layout", "coordinator", "processes", "process"),
+    *("run", "resume", "save_every", "prompt", "temperature", "data"),
+)
 
 
 def check(config: Config) -> None:
     """Raises one error that lists all that makes no sense by itself."""
-    m = config.model
-    names = ("steps", "batch", "length", "held_out_rows", "save_every", "dp", "tp")
+    m, layout = config.model, config.layout
+    names = ("steps", "batch", "length", "held_out_rows", "save_every", "dp", "tp", "processes")
     positive = {f"model.{name}": size for name, size in dataclasses.asdict(m).items()}
     positive |= {name: getattr(config, name) for name in names}
     wrong = [f"{x}={n} must be above 0" for x, n in positive.items() if n is not None and n <= 0]
@@ -110,6 +127,21 @@ def check(config: Config) -> None:
         wrong.append(f"model.heads={m.heads} is no multiple of model.kv_heads={m.kv_heads}")
     if m.head_size % 2:
         wrong.append(f"model.head_size={m.head_size} must be even, since RoPE turns pairs")
+    if layout.microbatches < 1 or not 0 <= layout.ahead <= m.layers:
+        wrong.append(
+            f"layout.microbatches={layout.microbatches} must be above 0, and "
+            f"layout.ahead={layout.ahead} from 0 to model.layers={m.layers}"
+        )
+    if layout.overlap and not layout.sequence:
+        wrong.append("layout.overlap hides what layout.sequence sends: set that too")
+    if (layout.keep or layout.late) and not layout.fsdp:
+        wrong.append("layout.keep and layout.late say how layout.fsdp gathers: set that too")
+    if config.processes > 1 and (config.coordinator is None or config.run is None):
+        wrong.append("processes have to find each other: name a coordinator, and a run")
+    if not 0 <= config.process < max(1, config.processes):
+        wrong.append(f"process={config.process} is none of processes={config.processes}, from 0")
+    if config.processes > 1 and config.explain:
+        wrong.append("explain is of one process")
     if config.temperature < 0:
         wrong.append(f"temperature={config.temperature} must not be negative")
     if config.separator is not None and not 0 <= config.separator < m.codes:
@@ -158,28 +190,13 @@ def data_for(config: Config, tokenizer: files.Tokenizer | None) -> tuple[Source,
 def mesh_for(config: Config) -> Mesh:
     """Returns the mesh of all devices, once it is known that model and batch divide over it."""
     count = jax.device_count()
-    tp = config.tp or math.gcd(2, count)
+    tp = config.tp or math.gcd(2, count, config.model.codes)
     mesh = make_mesh(dp=config.dp or max(1, count // tp), tp=tp)
-    m = config.model
-    split = {"heads": m.heads, "kv_heads": m.kv_heads, "hidden": m.hidden}
-    check_divisible(mesh, dp={"batch": config.batch}, tp=split)
+    parallel.check(config.layout, config.model, mesh, config.batch, config.length)
     return mesh
 
 
 # ---- training ------------------------------------------------------------------------------------
-
-
-def loss_and_grads(
-    params: dict, rows: Rows, model: llama.Config, policy: str = "f32"
-) -> tuple[jax.Array, dict]:
-    """Returns the mean loss of all labels and its gradients; runs on each device in `shard_map`."""
-    # Marked as varying over dp, the parameters get the gradients of this device's rows alone, which
-    # are added up once, here. Else each layer would wait for its own sum on the way back.
-    local = jax.lax.pcast(params, "dp", to="varying")
-    loss = precision(partial(llama.loss, config=model, tp="tp"), policy)
-    sum_and_grads = jax.value_and_grad(loss, has_aux=True)
-    (total, labels), grads = jax.lax.psum(sum_and_grads(local, rows), "dp")
-    return total / labels, jax.tree.map(lambda g: g / labels, grads)
 
 
 def explained(f: Callable, file: str) -> Callable:
@@ -193,12 +210,9 @@ def explained(f: Callable, file: str) -> Callable:
     return call
 
 
-def gradients(config: Config, mesh: Mesh) -> Callable:
+def gradients_for(config: Config, mesh: Mesh) -> Callable:
     """Returns the loss and the gradients of parameters and rows, over the mesh."""
-    specs = llama.SPECS
-    body = partial(loss_and_grads, model=config.model, policy=config.precision)
-    body = jax.shard_map(body, mesh=mesh, in_specs=(specs, P("dp")), out_specs=(P(), specs))
-    return jax.jit(body)
+    return parallel.gradients(config.model, mesh, config.layout, config.precision)
 
 
 def optimizer_for(config: Config) -> optax.GradientTransformation:
@@ -211,12 +225,12 @@ def optimizer_for(config: Config) -> optax.GradientTransformation:
 
 def first_state(config: Config, mesh: Mesh) -> dict:
     """Returns fresh parameters and the optimiser's state of them, all on the mesh."""
-    placed = shardings(mesh, llama.SPECS)
+    placed = parallel.placement(config.layout, config.model, mesh)
     init = jax.jit(llama.init, static_argnums=0, out_shardings=placed)
     params = init(config.model, jax.random.key(config.seed))
     state = optimizer_for(config).init(params)
     # Moments lie as their parameters do. What counts steps is a scalar on one device, so far.
-    on_mesh = lambda x: x if x.ndim else jax.device_put(x, shardings(mesh, P()))
+    on_mesh = lambda x: x if x.ndim else place(x, shardings(mesh, P()))
     return {"params": params, "optimizer": jax.tree.map(on_mesh, state)}
 
 
@@ -227,7 +241,7 @@ def training(
 
     It begins with the state that was saved then, or with a fresh one.
     """
-    grads_of = gradients(config, mesh)
+    grads_of = gradients_for(config, mesh)
     if config.explain:
         Path(config.explain).unlink(missing_ok=True)
         grads_of = explained(grads_of, config.explain)
@@ -247,29 +261,24 @@ def training(
     state = first_state(config, mesh) if saved is None else saved
     for i in range(done, config.steps):
         part = batch(rows, i, size=config.batch, seed=config.seed)
-        part = jax.device_put(part, shardings(mesh, P("dp")))
+        part = place(part, shardings(mesh, P("dp")))
         loss, grads = settle(grads_of(state["params"], part))
         state, loss = settle(update(state, loss, grads))
         if not math.isfinite(loss):
-            found = numerics.find_nonfinite(gradients(config, mesh))(state["params"], part)
+            found = numerics.find_nonfinite(gradients_for(config, mesh))(state["params"], part)
             raise FloatingPointError(f"step {i + 1} is not finite, and changed nothing:\n{found}")
         yield state, float(loss)
 
 
 def evaluate(config: Config, mesh: Mesh, params: dict, rows: Source) -> float:
     """Returns the mean loss of all labels in the rows, in nats."""
-
-    def sums(params, rows):
-        return jax.lax.psum(llama.loss(params, rows, config.model, tp="tp"), "dp")
-
-    specs = (llama.SPECS, P("dp"))
-    sums = jax.jit(jax.shard_map(sums, mesh=mesh, in_specs=specs, out_specs=P()))
+    sums = parallel.sums(config.model, mesh, config.layout)
     total, labels, count = 0.0, 0, min(len(rows.tokens), config.held_out_rows)
     for i in range(0, count, config.batch):
         chosen = np.arange(i, i + config.batch)
         part = rows.take(chosen % count)
         part.labels[chosen >= count] = NO_LABEL
-        loss, found = settle(sums(params, jax.device_put(part, shardings(mesh, P("dp")))))
+        loss, found = settle(sums(params, place(part, shardings(mesh, P("dp")))))
         total, labels = total + float(loss), labels + int(found)
     return total / labels
 
@@ -281,13 +290,13 @@ PANELS = {"loss": "loss (nats per token)", "tokens_per_second": "tokens per seco
 
 def forecast(config: Config, mesh: Mesh) -> Costs:
     """Prints what loss and gradients cost and need, before anything is compiled; returns costs."""
-    placed = lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at)
+    struct = lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at)
     params = jax.eval_shape(partial(llama.init, config.model), jax.random.key(0))
-    params = jax.tree.map(placed, params, shardings(mesh, llama.SPECS))
+    params = jax.tree.map(struct, params, parallel.placement(config.layout, config.model, mesh))
     shape = (config.batch, config.length)
     rows = jax.eval_shape(lambda: Rows(*[np.zeros(shape, np.int32)] * 3))
-    rows = jax.tree.map(lambda x: placed(x, shardings(mesh, P("dp"))), rows)
-    grads = gradients(config, mesh)
+    rows = jax.tree.map(lambda x: struct(x, shardings(mesh, P("dp"))), rows)
+    grads = parallel.gradients(config.model, mesh, config.layout)
     costs = cost(grads)(params, rows)
     print(f"{costs}\n{memory(grads)(params, rows)}")
     return costs
@@ -360,10 +369,11 @@ def fit(config: Config, mesh: Mesh, rows: Source, folder: Path, stop: run.Stop) 
             state = restored(checkpoints, state, info)
         costs = forecast(config, mesh)
         steps, done = training(config, mesh, rows, state, before), before
-        with Metrics(folder, PANELS, done=before) as metrics, told_what_is_saved(checkpoints):
+        watching = told_what_is_saved(checkpoints)
+        with Metrics(several.own(folder), PANELS, done=before) as metrics, watching:
             for done, state, loss, rate in watched(config, steps, before, costs):
                 metrics.write(done, loss=loss, tokens_per_second=rate)
-                last = bool(stop)  # asked once: what it is asked for is saved
+                last = several.asked_to(stop)  # asked once: what it is asked for is saved
                 if last or done == config.steps or done % config.save_every == 0:
                     checkpoints.save(done, state, info)
                 if last:
@@ -375,10 +385,14 @@ def fit(config: Config, mesh: Mesh, rows: Source, folder: Path, stop: run.Stop) 
 
 
 def sample(config: Config, tokenizer: files.Tokenizer, params: dict, rows: int = 16) -> list[str]:
-    """Returns continuations of the prompt that fill a row, made on one device."""
+    """Returns continuations of the prompt that fill a row, made on one device.
+
+    Args:
+      params: Those of the host.
+    """
     prompt = tokenizer.encode(config.prompt.encode())
     tokens = generate(
-        jax.device_get(params),
+        params,
         np.tile(prompt, (rows, 1)),
         config.model,
         tokens=max(1, config.length - len(prompt)),
@@ -412,6 +426,15 @@ def show(config: Config, tokenizer: files.Tokenizer, params: dict) -> None:
     print(f"{passed}, {begun} more as the beginning of several")
 
 
+def begin(config: Config) -> Path:
+    """Returns the run's folder, which the first process makes."""
+    folder = Path(config.run or ".")
+    if not jax.process_index():
+        folder = run.begin(config.run, dataclasses.asdict(config), resume=config.resume)
+    several.wait()
+    return folder
+
+
 def main(config: Config) -> None:
     """Trains, evaluates and samples, or goes on with that."""
     check(config)
@@ -422,7 +445,7 @@ def main(config: Config) -> None:
     platform = mesh.devices.flat[0].platform
     print(f"{rows.tokens.size:,} tokens in {len(rows.tokens):,} rows; {platform} devices: {layout}")
 
-    folder = run.begin(config.run, dataclasses.asdict(config), resume=config.resume)
+    folder = begin(config)
     print(f"the run is in {folder}")
     with run.stopping() as stop:
         state, done = fit(config, mesh, rows, folder, stop)
@@ -430,13 +453,13 @@ def main(config: Config) -> None:
         print(f"stopped after step {done}, which is saved; to go on: --run {folder} --resume")
         sys.exit(128 + stop.signal)
 
-    params = state["params"]
+    params = jax.device_put(state["params"], shardings(mesh, P()))
     print(f"parameters: {sum(x.size for x in jax.tree.leaves(params)):,}")
-    loss = evaluate(config, mesh, params, held_out)
+    loss = evaluate(config, mesh, state["params"], held_out)
     unit = "byte" if tokenizer is files.BYTES else "token"
     print(f"validation loss: {loss:.3f} nats per {unit}, on data held out\n")
-    if tokenizer:
-        show(config, tokenizer, params)
+    if tokenizer and not jax.process_index():
+        show(config, tokenizer, jax.device_get(params))
 
 
 def from_command_line() -> Config:
@@ -454,10 +477,19 @@ def from_command_line() -> Config:
     saved = run.read_run(folder)["config"]
     parts = known(Config, saved) | {"run": folder, "resume": True}
     parts["model"] = llama.Config(**known(llama.Config, saved["model"]))
+    parts["layout"] = Layout(**known(Layout, saved.get("layout", {})))
     parts |= {name: tuple(saved[name]) for name in ("data", "held_out")}
     return tyro.cli(Config, default=Config(**parts))
 
 
+def run_from_command_line() -> None:
+    """Does what the command line asks for, with the devices of this process."""
+    config = from_command_line()
+    check(config)
+    cpu_devices(max(1, 8 // config.processes))
+    several.join(config.coordinator, config.processes, config.process)
+    main(config)
+
+
 if __name__ == "__main__":
-    cpu_devices(8)
-    main(from_command_line())
+    run_from_command_line()

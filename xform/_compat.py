@@ -33,6 +33,9 @@ from jax._src.dispatch import apply_primitive as apply_primitive
 # 0.11, 0.12: primitives whose lowering is told its devices, as custom partitioning must be.
 from jax._src.dispatch import prim_requires_devices_during_lowering
 
+# 0.11, 0.12: public in `jax.extend`, which loads all of Pallas.
+from jax._src.extend.random import define_prng_impl as define_prng_impl
+
 # 0.11, 0.12: a program as the part that makes residuals and the linear part that reads them.
 from jax._src.interpreters.ad import linearize_jaxpr as linearize_jaxpr
 
@@ -57,7 +60,7 @@ from jax.core import AbstractValue
 
 def varying_axes(x) -> frozenset[str]:
     """Returns the mesh axes over which `x`, an array or its type, differs inside `shard_map`."""
-    aval = x if isinstance(x, AbstractValue) else jax.typeof(x)
+    aval = x if isinstance(x, AbstractValue | jax.ShapeDtypeStruct) else jax.typeof(x)
     axes = getattr(aval, "manual_axis_type", None)  # a token has none
     return axes.varying if axes is not None else frozenset()
 

@@ -424,20 +424,26 @@ def sent(eqn: JaxprEqn, sizes: Mapping[str, int]) -> tuple[dict[str, Any], int] 
     an all-to-all of p send `p (n - 1) / n`, a permutation p for each pair. It is what a ring on one
     axis of all devices would send, divided among the axes.
     """
-    rule = _COLLECTIVES.get(eqn.primitive.name)
-    if rule is None:
+    named = named_axes(eqn)
+    if named is None:
         return None
-    params = eqn.params
-    names = params.get("axes", params.get("axis_name", ()))
-    axes = [a for a in (names if isinstance(names, tuple | list) else (names,)) if a in sizes]
+    axes, rule = [a for a in named if a in sizes], _COLLECTIVES[eqn.primitive.name]
     ns = [sizes[a] for a in axes]
-    if groups := params.get("axis_index_groups"):
+    if groups := eqn.params.get("axis_index_groups"):
         ns = [*ns[:-1], len(groups[0])]
     each = rule(eqn, Fraction(nbytes(*eqn.invars)), ns)
     sums = eqn.primitive.name in _SUMS
     n = math.prod(ns)
     additions = sum(map(size, eqn.invars)) * (n - 1) // n if sums else 0
     return {a: x for a, x in zip(axes, each, strict=True) if x}, additions
+
+
+def named_axes(eqn: JaxprEqn) -> tuple[Any, ...] | None:
+    """The axes over which a collective of the program runs; None for any other equation."""
+    if eqn.primitive.name not in _COLLECTIVES:
+        return None
+    names = eqn.params.get("axes", eqn.params.get("axis_name", ()))
+    return tuple(names) if isinstance(names, tuple | list) else (names,)
 
 
 def _all_reduce(eqn, payload, ns) -> list:

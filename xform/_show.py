@@ -110,3 +110,16 @@ def axes(ax: Any, width: float | int, height: float | int) -> Any:
     from matplotlib.figure import Figure
 
     return Figure(figsize=(width, height), layout="constrained").subplots()
+
+
+def si(value: float | int) -> str:
+    """A number to three digits with its prefix: `1.5 M`, `20 µ`."""
+    if not value:
+        return "0 "
+    for scale, prefix in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1, "")):
+        if abs(value) >= scale:
+            return f"{value / scale:.3g} {prefix}"
+    for scale, prefix in ((1e-3, "m"), (1e-6, "µ"), (0, "n")):
+        if abs(value) >= scale:
+            return f"{value / (scale or 1e-9):.3g} {prefix}"
+    return str(value)

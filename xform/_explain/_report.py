@@ -23,7 +23,7 @@ from xform._hlo import (
     read,
     total,
 )
-from xform._show import Table, as_text, page, short
+from xform._show import Table, as_text, page, short, si
 
 # Host time to start one kernel: alone, and as a node of a CUDA graph. Typical values, which a
 # machine may miss by half: published are 2 to 7 µs a launch, 0.6 µs a node. On a CPU, a call.
@@ -217,18 +217,18 @@ class Report:
     def _title(self) -> str:
         mesh = self.program.mesh
         on = " × ".join(f"{axis}={size}" for axis, size in mesh.items()) if mesh else "one device"
-        parts = ", ".join(f"{_si(size)}B of {name}" for name, size in self.memory.items() if size)
+        parts = ", ".join(f"{si(size)}B of {name}" for name, size in self.memory.items() if size)
         kernels = len(self.program.kernels)
         return f"{self.program.name} on {self.program.device}, {on}: {kernels} kernels; {parts}"
 
     def _table_of_lines(self) -> Table:
         rows = []
         for x in self.lines:
-            measured = [f"{_si(x.least)}s", x.bound or ""] if x.least is not None else []
-            measured += [f"{_si(x.seconds)}s"] if x.seconds is not None else []
+            measured = [f"{si(x.least)}s", x.bound or ""] if x.least is not None else []
+            measured += [f"{si(x.seconds)}s"] if x.seconds is not None else []
             counts = (x.work.matrix, x.work.other, x.work.transcendental, x.read, x.written)
             line = short(x.line) + (", for each iteration" if x.per_iteration else "")
-            rows.append([str(x.kernels), str(x.runs), *map(_si, counts), *measured, line])
+            rows.append([str(x.kernels), str(x.runs), *map(si, counts), *measured, line])
         seconds = ["at best", "bound by"] if self.device else []
         seconds += ["measured"] if self.run else []
         head = ["kernels", "runs", "matrix", "other", "transc.", "read B", "written B", *seconds]
@@ -241,9 +241,9 @@ class Report:
             covered = "none: it waits"
             if c.overlaps:
                 cover = self.covering(c)
-                kernels = f"{len(c.window)} kernels, {_si(cover.total)} operations"
+                kernels = f"{len(c.window)} kernels, {si(cover.total)} operations"
                 covered = kernels if c.window else "nothing"
-            row = [c.op, axes, str(c.kernel.trips), _si(c.sent), covered, short(c.kernel.line)]
+            row = [c.op, axes, str(c.kernel.trips), si(c.sent), covered, short(c.kernel.line)]
             rows.append(row)
         return Table("Collectives", ["op", "axes", "runs", "sent B", "covered by", "line"], rows)
 
@@ -252,7 +252,7 @@ class Report:
             [
                 str(len(t.kernels)),
                 str(t.trips),
-                _si(t.extra.total * t.trips),
+                si(t.extra.total * t.trips),
                 ", ".join(t.ops) + (" (checkpoint asked for it)" if t.recompute else ""),
                 short(t.line),
             ]
@@ -265,7 +265,7 @@ class Report:
     def _notes_on_launches(self) -> list[str]:
         notes = []
         if self.launch_seconds is not None:
-            note = f"{self.launches} launches take about {_si(self.launch_seconds)}s of the host"
+            note = f"{self.launches} launches take about {si(self.launch_seconds)}s of the host"
             if self.graph_launches is not None and self.launches:
                 note += f"; {self.graph_launches / self.launches:.0%} are in command buffers"
             notes.append(note + ".")
@@ -294,10 +294,10 @@ class Report:
         run = self.run
         parts = ("compute", "memory", "communication", "idle")
         split = " + ".join(
-            f"{name} {_si(getattr(run, name) / 1e9)}s ({getattr(run, name) / run.wall:.0%})"
+            f"{name} {si(getattr(run, name) / 1e9)}s ({getattr(run, name) / run.wall:.0%})"
             for name in parts
         )
-        return [f"Measured: {_si(run.wall / 1e9)}s = {split}."]
+        return [f"Measured: {si(run.wall / 1e9)}s = {split}."]
 
 
 # ---- making one ----------------------------------------------------------------------------------
@@ -388,19 +388,3 @@ def _memory(compiled: Compiled) -> dict[str, int]:
         "results in place of arguments": stats.alias_size_in_bytes,
         "temporaries": stats.temp_size_in_bytes,
     }
-
-
-# ---- text ----------------------------------------------------------------------------------------
-
-
-def _si(value: float | int) -> str:
-    """A number to three digits with its prefix: `1.5 M`, `20 µ`."""
-    if not value:
-        return "0 "
-    for scale, prefix in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1, "")):
-        if abs(value) >= scale:
-            return f"{value / scale:.3g} {prefix}"
-    for scale, prefix in ((1e-3, "m"), (1e-6, "µ"), (0, "n")):
-        if abs(value) >= scale:
-            return f"{value / (scale or 1e-9):.3g} {prefix}"
-    return str(value)

@@ -6,14 +6,23 @@ them, loops with their trip counts, calls to the host, values computed more than
 and exact launches compile with `compile_and_dump`, and hand on what it returns.
 
 Reading order: `_text` (the parser), `_work` (operations and bytes of one instruction), `_groups`
-(collectives and axes), `_twice`, `_program` (all of it together); `_target` and `_dump` compile.
+(collectives and axes), `_twice`, `_program` (all of it together), `_partition` (what the
+partitioner did), `_moves` (of which argument); `_target` and `_dump` compile.
 """
 
 from xform._hlo._dump import Buffer as Buffer
 from xform._hlo._dump import Dump as Dump
 from xform._hlo._dump import Launch as Launch
 from xform._hlo._dump import compile_and_dump as compile_and_dump
+from xform._hlo._groups import COLLECTIVES as COLLECTIVES
 from xform._hlo._groups import axes_of as axes_of
+from xform._hlo._groups import groups_of as groups_of
+from xform._hlo._moves import Moves as Moves
+from xform._hlo._partition import Remade as Remade
+from xform._hlo._partition import Whole as Whole
+from xform._hlo._partition import held_whole as held_whole
+from xform._hlo._partition import readers as readers
+from xform._hlo._partition import remade as remade
 from xform._hlo._program import Collective as Collective
 from xform._hlo._program import HostCall as HostCall
 from xform._hlo._program import Kernel as Kernel
@@ -27,6 +36,8 @@ from xform._hlo._target import lower_for as lower_for
 from xform._hlo._target import mesh_of as mesh_of
 from xform._hlo._target import target_mesh as target_mesh
 from xform._hlo._text import UNKNOWN as UNKNOWN
+from xform._hlo._text import Computation as Computation
+from xform._hlo._text import Instruction as Instruction
 from xform._hlo._text import Module as Module
 from xform._hlo._text import parse as parse
 from xform._hlo._twice import Twice as Twice

@@ -14,6 +14,7 @@ from pathlib import Path
 from jax.stages import Compiled, Lowered
 
 from xform._compat import no_compilation_cache
+from xform._hlo._text import Module, parse
 
 
 @dataclass(frozen=True)
@@ -56,28 +57,47 @@ class Launch:
 
 @dataclass(frozen=True)
 class Dump:
-    """Buffers, and launches where the backend lists them (CUDA does, a CPU does not)."""
+    """What XLA wrote beside a program.
+
+    Attributes:
+        buffers: its buffer assignment.
+        launches: where the backend lists them (CUDA does, a CPU does not).
+        whole, split: the program before and after the partitioner split it over devices, where
+            that was asked for and there are several.
+    """
 
     buffers: tuple[Buffer, ...]
     launches: tuple[Launch, ...] | None
+    whole: Module | None = None
+    split: Module | None = None
 
 
 def compile_and_dump(
-    lowered: Lowered, options: Mapping[str, str | bool] | None = None
+    lowered: Lowered,
+    options: Mapping[str, str | bool] | None = None,
+    *,
+    partitioning: bool = False,
 ) -> tuple[Compiled, Dump]:
-    """Compiles, and reads what XLA wrote beside."""
+    """Compiles, and reads what XLA wrote beside: of the partitioner, if `partitioning`."""
     with tempfile.TemporaryDirectory(prefix="xform-") as folder:
         asked = {"xla_dump_to": folder, "xla_dump_hlo_as_text": True}
+        if partitioning:
+            asked["xla_dump_hlo_pass_re"] = "^spmd-partitioning$"
         with no_compilation_cache(), warnings.catch_warnings():
             compiled = lowered.compile(compiler_options={**(options or {}), **asked})
         texts = {
             suffix: "".join(path.read_text() for path in Path(folder).glob(f"*{suffix}.txt"))
             for suffix in ("-buffer-assignment", "after_thunk_passes", "thunk_metadata")
         }
+        modules = {
+            when: next(Path(folder).glob(f"*.{when}_spmd-partitioning.*txt"), None)
+            for when in ("before", "after")
+        }
+        whole, split = (parse(file.read_text()) if file else None for file in modules.values())
     launches = None
     if texts["thunk_metadata"]:
         launches = read_launches(texts["after_thunk_passes"], texts["thunk_metadata"])
-    return compiled, Dump(read_buffers(texts["-buffer-assignment"]), launches)
+    return compiled, Dump(read_buffers(texts["-buffer-assignment"]), launches, whole, split)
 
 
 _ALLOCATION = re.compile(r"allocation (\d+): size \d+(.*)")

@@ -12,7 +12,7 @@ from xform._hlo._dump import Buffer, Dump
 from xform._hlo._groups import COLLECTIVES, Groups, axes_of, groups_of, wire_bytes
 from xform._hlo._text import UNKNOWN, Computation, Instruction, Module, parse, words
 from xform._hlo._twice import Numbering, Twice
-from xform._hlo._work import Work, factor_of, traffic, work
+from xform._hlo._work import Work, factor_of, result_of, traffic, work
 
 _FREE = words(
     "parameter constant tuple get-tuple-element bitcast after-all optimization-barrier domain"
@@ -84,6 +84,9 @@ class Collective:
         overlaps: whether it runs beside what stands between its start and its end.
         window: the kernels that stand there, by name.
         channel: its number, which all devices that take part agree on.
+        op_name: JAX's name of it; "" where XLA lost it.
+        inserted: whether the partitioner put it in, and not the user.
+        arrays: what it moves, as XLA prints it: `("bf16[4096,1024]",)`.
     """
 
     kernel: Kernel
@@ -94,6 +97,9 @@ class Collective:
     overlaps: bool
     window: tuple[str, ...] = ()
     channel: int | None = None
+    op_name: str = ""
+    inserted: bool = False
+    arrays: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -303,7 +309,7 @@ class _Walk:
         if host:
             self.host.append(HostCall(kernel.name, host, kernel.line, trips))
         if talk:
-            self.collectives.append(self._collective(talk, instruction, kernel))
+            self.collectives.append(self._collective(within, talk, instruction, kernel))
 
     def _loops_inside(self, computation: Computation, trips: int) -> list[str]:
         """Notes the loops within one kernel; returns the lines of those without a trip count."""
@@ -352,7 +358,9 @@ class _Walk:
             return next((inner for inner in body if inner.base in COLLECTIVES), None)
         return None
 
-    def _collective(self, talk: Instruction, outer: Instruction, kernel: Kernel) -> Collective:
+    def _collective(
+        self, within: Computation, talk: Instruction, outer: Instruction, kernel: Kernel
+    ) -> Collective:
         groups = groups_of(talk, self.module.partitions)
         if self.mesh is None:
             self.mesh = _mesh_in_text(talk)
@@ -366,6 +374,9 @@ class _Walk:
             sent=wire_bytes(talk.base, len(groups[0]), kernel.read, kernel.written),
             overlaps=outer.opcode.endswith("-start") and not synchronous,
             channel=int(channel) if channel else None,
+            op_name=talk.op_name or outer.op_name,
+            inserted=talk.inserted,
+            arrays=tuple(leaf.text for leaf in result_of(within, talk).leaves),
         )
 
 

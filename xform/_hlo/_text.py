@@ -57,6 +57,11 @@ class Leaf(NamedTuple):
     def size(self) -> int:
         return math.prod(self.dims)
 
+    @property
+    def text(self) -> str:
+        """As XLA prints it, without its layout: `f32[2,3]`."""
+        return f"{self.dtype}[{','.join(map(str, self.dims))}]"
+
 
 @lru_cache(maxsize=4096)
 def leaves(shape: str) -> tuple[Leaf, ...]:
@@ -137,6 +142,11 @@ class Instruction(_Parts):
         """JAX's name for what made it, such as "jit(f)/while/body/dot_general"."""
         found = re.search(r'op_name="((?:[^"\\]|\\.)*)"', self.attrs.get("metadata", ""))
         return found[1].replace("\\'", "'").replace('\\"', '"') if found else ""
+
+    @property
+    def inserted(self) -> bool:
+        """Whether the partitioner put it in."""
+        return 'is_spmd_generated="true"' in self.attrs.get("frontend_attributes", "")
 
     @cached_property
     def frame(self) -> int:

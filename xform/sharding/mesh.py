@@ -1,9 +1,10 @@
 """Devices arranged as a mesh: accelerators, or one CPU split into virtual devices.
 
-Axes have one order everywhere, outermost (slowest network) first: `dp` data, `pp` pipeline,
-`cp` context, `tp` tensor. They are *Explicit*: an array that reaches `jax.shard_map` in another
-layout than `in_specs` says is an error there, never a hidden transfer. `shardings` turns a tree of
-specs into the placement that such arrays need.
+Axes have one order everywhere, outermost (slowest network) first, which is that of Llama 3
+(arXiv:2407.21783): `dp` data, `pp` pipeline, `cp` context, `tp` tensor, and `ep` experts. They are
+*Explicit*: an array that reaches `jax.shard_map` in another layout than `in_specs` says is an error
+there, never a hidden transfer. `shardings` turns a tree of specs into the placement that such
+arrays need, and `place` puts the host's arrays there.
 
 Virtual CPU devices need care. While a device waits in a collective for the others, it holds a
 thread of XLA's pool. With as many threads as cores, eight devices on two cores starve each other,
@@ -14,12 +15,14 @@ keeps one step in flight.
 import math
 import os
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 import jax
+import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jaxtyping import PyTree
 
-AXES = ("dp", "pp", "cp", "tp")
+AXES = ("dp", "pp", "cp", "tp", "ep")
 
 # A device may run several operations at once, each of which can hold a thread in a collective.
 _THREADS_PER_DEVICE = 4
@@ -90,6 +93,7 @@ def make_mesh(
     pp: int | None = None,
     cp: int | None = None,
     tp: int | None = None,
+    ep: int | None = None,
     devices: Sequence | None = None,
 ) -> Mesh:
     """Returns a mesh of the axes that are given a size, in the order of `AXES`.
@@ -100,6 +104,7 @@ def make_mesh(
       pp: Devices along the pipeline axis.
       cp: Devices along the context axis.
       tp: Devices along the tensor axis, which are neighbours.
+      ep: Devices along the expert axis.
       devices: The devices, all of which are used; `jax.devices()` by default.
 
     Raises:
@@ -114,7 +119,7 @@ def make_mesh(
         raise ValueError(
             "`make_mesh` found devices=[]: leave it out to take all, or name at least one"
         )
-    given = zip(AXES, (dp, pp, cp, tp), strict=True)
+    given = zip(AXES, (dp, pp, cp, tp, ep), strict=True)
     sizes = {axis: size for axis, size in given if size is not None}
     if not sizes or min(sizes.values()) < 1:
         raise ValueError(
@@ -147,6 +152,30 @@ def shardings(mesh: Mesh, specs: PyTree) -> PyTree:
     ShapedArray(float32[4@dp])
     """
     return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
+
+
+def place(tree: PyTree, shardings: PyTree) -> PyTree:
+    """Returns arrays of the host as arrays of the mesh, of which each process gives its own parts.
+
+    Every process has the whole tree, or at least what its devices need of it: no process asks
+    another, and none sends.
+
+    Args:
+      tree: NumPy arrays, or what can be indexed as they are.
+      shardings: Where each goes; one for all is enough.
+
+    >>> mesh = make_mesh(dp=1, devices=jax.devices()[:1])
+    >>> place(np.arange(3), shardings(mesh, jax.P("dp")))
+    Array([0, 1, 2], dtype=int32)
+    """
+
+    def put(at: NamedSharding, x):
+        x = np.asarray(x)
+        return jax.make_array_from_callback(x.shape, at, lambda index: x[index])
+
+    if isinstance(shardings, NamedSharding):
+        return jax.tree.map(partial(put, shardings), tree)
+    return jax.tree.map(put, shardings, tree)
 
 
 def check_divisible(mesh: Mesh, **by_axis: Mapping[str, int]) -> None:

@@ -1,0 +1,138 @@
+"""How the model of llama.py lies on a mesh of `dp` × `tp`, and what its gradients go through.
+
+Devices along `dp` have different rows, those along `tp` different parts of the matrices. With
+`fsdp`, `dp` splits parameters, gradients and the optimiser's state as well, and each layer's are
+gathered a little before their use. With `sequence`, `tp` splits positions between blocks too, and
+with `overlap` the products there hide their own communication.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal
+
+import jax
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+import llama
+from xform import precision
+from xform.sharding import TensorParallel, check_divisible, data, fsdp, shardings
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What is split; every layout trains the same model to the same numbers, but for rounding."""
+
+    fsdp: bool = False
+    """Split parameters and the optimiser's state over `dp`, and gather each layer for its use."""
+    ahead: int = 1
+    """How many layers ahead they are gathered."""
+    keep: bool = False
+    """Keep gathered layers from the forward to the backward pass."""
+    sequence: bool = False
+    """Split positions over `tp` between blocks."""
+    overlap: Literal["ring", "pallas"] | None = None
+    """Hide the communication of blocks behind their products."""
+    microbatches: int = 1
+    """In how many parts, one after another, a device works on its rows."""
+    late: bool = False
+    """Under `fsdp`, sum the gradients of layers once, after all microbatches, for more memory."""
+
+    @property
+    def tp(self) -> TensorParallel:
+        """How blocks are split."""
+        return TensorParallel("tp", self.sequence, self.overlap)
+
+
+PLAIN = Layout()
+
+
+def check(layout: Layout, model: llama.Config, mesh: Mesh, batch: int, length: int) -> None:
+    """Raises unless model and batch divide over the mesh."""
+    m, parts = model, layout.microbatches
+    split = {"heads": m.heads, "kv_heads": m.kv_heads, "hidden": m.hidden, "codes": m.codes}
+    if layout.sequence:
+        split["length"] = length
+    check_divisible(mesh, dp={"batch": batch}, tp=split)
+    if batch // mesh.shape["dp"] % parts:
+        raise ValueError(
+            f"microbatches={parts} must divide the {batch // mesh.shape['dp']} rows of a device: "
+            f"batch={batch} over dp={mesh.shape['dp']}."
+        )
+    specs_for(layout, model, mesh)
+
+
+def specs_for(layout: Layout, model: llama.Config, mesh: Mesh) -> dict:
+    """Returns how parameters are split where they rest."""
+    if not layout.fsdp:
+        return llama.SPECS
+    shapes = jax.eval_shape(partial(llama.init, model), jax.random.key(0))
+    layers = fsdp.split(llama.SPECS["layers"], shapes["layers"], mesh, skip=1)
+    rest = {name: spec for name, spec in llama.SPECS.items() if name != "layers"}
+    return {**fsdp.split(rest, {name: shapes[name] for name in rest}, mesh), "layers": layers}
+
+
+def loss_of(layout: Layout, model: llama.Config, specs: dict) -> Callable:
+    """Returns the loss of parameters that `enter` has made ready, and of rows."""
+    scan = llama.one_by_one
+    if layout.fsdp:
+        of_layer = {name: P(*spec[1:]) for name, spec in specs["layers"].items()}
+        gather = partial(data.gather, specs=of_layer, axis="dp")
+        scan = partial(fsdp.scan_layers, gather=gather, ahead=layout.ahead, keep=layout.keep)
+    return partial(llama.loss, config=model, tp=layout.tp, scan=scan)
+
+
+def enter(params: dict, layout: Layout, specs: dict) -> dict:
+    """Returns the parameters as each device's own, whole over `dp` but for layers under `fsdp`.
+
+    Once, and before any loop: so the sums over devices of their gradients are taken once as well.
+    """
+    # Where positions are split, what lies between blocks is used on a part of them.
+    own = data.per_device(params, ("dp", "tp") if layout.sequence else "dp")
+    layers = own.pop("layers")
+    ready = data.gather(own, {name: specs[name] for name in own}, "dp")
+    gather = partial(data.gather, specs=specs["layers"], axis="dp")
+    if not layout.fsdp:
+        return {**ready, "layers": gather(layers)}
+    return {**ready, "layers": fsdp.late(layers, gather) if layout.late else layers}
+
+
+def loss_and_grads(
+    params: dict,
+    rows,
+    model: llama.Config,
+    layout: Layout = PLAIN,
+    specs: dict = llama.SPECS,
+    policy: str = "f32",
+) -> tuple[jax.Array, dict]:
+    """Returns the mean loss of all labels and its gradients; runs on each device in `shard_map`."""
+    ready = partial(enter, layout=layout, specs=specs)
+    loss = precision(loss_of(layout, model, specs), policy)
+    return data.value_and_grad(loss, ready, "dp", microbatches=layout.microbatches)(params, rows)
+
+
+def gradients(
+    model: llama.Config, mesh: Mesh, layout: Layout = PLAIN, policy: str = "f32"
+) -> Callable:
+    """Returns the mean loss and the gradients of parameters and rows, over the mesh."""
+    specs = specs_for(layout, model, mesh)
+    body = partial(loss_and_grads, model=model, layout=layout, specs=specs, policy=policy)
+    body = jax.shard_map(body, mesh=mesh, in_specs=(specs, P("dp")), out_specs=(P(), specs))
+    return jax.jit(body)
+
+
+def sums(model: llama.Config, mesh: Mesh, layout: Layout = PLAIN) -> Callable:
+    """Returns the summed loss of parameters and rows, and the number of labels, over the mesh."""
+    specs = specs_for(layout, model, mesh)
+    loss = loss_of(layout, model, specs)
+
+    def body(params, rows):
+        return jax.lax.psum(loss(enter(params, layout, specs), rows), "dp")
+
+    return jax.jit(jax.shard_map(body, mesh=mesh, in_specs=(specs, P("dp")), out_specs=P()))
+
+
+def placement(layout: Layout, model: llama.Config, mesh: Mesh) -> dict:
+    """Returns where each parameter rests."""
+    return shardings(mesh, specs_for(layout, model, mesh))

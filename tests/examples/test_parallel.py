@@ -1,0 +1,249 @@
+"""Every layout trains the same model: gradients, curves, memory; several processes; no rules."""
+
+import dataclasses
+import json
+import signal
+import socket
+import subprocess
+import sys
+import time
+from functools import partial
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+pytest.importorskip("matplotlib")
+pytest.importorskip("optax")
+pytest.importorskip("orbax.checkpoint")
+pytest.importorskip("rich")
+
+import llama
+import parallel
+import train
+import train_pjit
+from parallel import Layout
+from tests.examples.test_llama import SMALL, random_params, random_rows
+from tests.examples.test_train import TINY, mesh_of, some_documents
+from tests.sharding.equal import assert_equal, on_one, run_on
+from xform.sharding import audit, shardings
+from xform.train.data import Rows, pack
+
+ROOT = Path(__file__).parents[2]
+slow = partial(pytest.param, marks=pytest.mark.slow)
+ALL = Layout(fsdp=True, sequence=True, overlap="ring")
+
+
+@pytest.fixture(scope="module")
+def one_device():
+    def mean(params, rows):
+        total, labels = llama.loss(params, rows, SMALL)
+        return total / labels
+
+    return on_one(jax.value_and_grad(mean), random_params(), random_rows())
+
+
+@pytest.mark.parametrize(
+    ("axes", "layout"),
+    [
+        ((2, 4), dataclasses.replace(ALL, microbatches=2)),
+        slow((4, 2), Layout(fsdp=True, keep=True)),
+        slow((4, 2), Layout(sequence=True)),
+        slow((8, 1), Layout(fsdp=True, ahead=2)),
+        slow((1, 4), Layout(sequence=True, overlap="ring", microbatches=4)),
+    ],
+    ids=str,
+)
+def test_loss_and_every_gradient_equal_those_of_one_device(one_device, axes, layout):
+    """In float64, which leaves nothing to tolerances."""
+    mesh = mesh_of(*axes)
+    specs = parallel.specs_for(layout, SMALL, mesh)
+    body = partial(parallel.loss_and_grads, model=SMALL, layout=layout, specs=specs)
+    args = (random_params(), random_rows())
+    assert_equal(run_on(mesh, body, (specs, P("dp")), (P(), specs), args), one_device, rtol=1e-11)
+
+
+def losses_on(axes, layout, steps, training=train.training, mesh=lambda mesh: mesh):
+    config = dataclasses.replace(TINY, steps=steps, layout=layout)
+    rows = pack(some_documents(), TINY.length)
+    return np.array([loss for _, loss in training(config, mesh(mesh_of(*axes)), rows)])
+
+
+@pytest.fixture(scope="module")
+def curve():
+    return losses_on((1, 1), Layout(), 20)
+
+
+@pytest.mark.parametrize(
+    ("axes", "layout"),
+    [
+        ((4, 2), ALL),
+        slow((2, 4), Layout(sequence=True, overlap="ring", microbatches=2)),
+        slow((8, 1), Layout(fsdp=True)),
+    ],
+    ids=str,
+)
+def test_twenty_steps_have_the_losses_of_one_device(curve, axes, layout):
+    np.testing.assert_allclose(losses_on(axes, layout, 20), curve, rtol=0, atol=1e-5)
+
+
+def test_the_partitioner_alone_has_them_too(curve):
+    found = losses_on((4, 2), Layout(), 20, train_pjit.training, train_pjit.automatic)
+    np.testing.assert_allclose(found, curve, rtol=0, atol=1e-5)
+
+
+def test_there_is_no_shard_map_in_it():
+    assert "shard_map" not in Path(train_pjit.__file__).read_text()
+
+
+def test_fsdp_leaves_each_device_an_equal_share_of_everything():
+    config, mesh = dataclasses.replace(TINY, layout=ALL), mesh_of(4, 2)
+    state = train.first_state(config, mesh)
+    part = lambda x: x.addressable_shards[0].data.nbytes
+    split = [x for x in jax.tree.leaves(state) if x.ndim]
+    over_tp = {"query", "key", "value", "out", "gate", "up", "down", "embed", "unembed"}
+    for path, x in jax.tree.leaves_with_path(state["params"]):
+        assert part(x) * (8 if path[-1].key in over_tp else 4) == x.nbytes, path
+    norms = sum(x.nbytes for x in split if x.size in (TINY.model.width, 2 * TINY.model.width))
+    whole = sum(x.nbytes for x in split)
+    assert sum(map(part, split)) == (whole - norms) // 8 + norms // 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "layout",
+    [Layout(), ALL, Layout(fsdp=True, late=True, sequence=True, microbatches=2)],
+    ids=str,
+)
+def test_no_communication_is_undeclared(layout):
+    """In the compiled step, whoever put it there: rules, derivatives or XLA."""
+    mesh = mesh_of(4, 2)
+    params = jax.eval_shape(partial(llama.init, TINY.model), jax.random.key(0))
+    placed = lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at)
+    params = jax.tree.map(placed, params, parallel.placement(layout, TINY.model, mesh))
+    rows = Rows(*[np.zeros((8, 48), np.int32)] * 3)
+    rows = jax.tree.map(lambda x: placed(x, shardings(mesh, P("dp"))), rows)
+    found = audit(parallel.gradients(TINY.model, mesh, layout), (params, rows), target=None)
+    assert len(found.messages) > 10
+
+
+def test_a_layout_that_does_not_divide_is_refused():
+    model = dataclasses.replace(TINY.model, codes=258)
+    for config, message in (
+        ({"length": 6, "layout": ALL}, r"length=6 is not a multiple of tp"),
+        ({"layout": Layout(microbatches=3)}, r"microbatches=3 must divide the 4 rows of a device"),
+        ({"model": model}, r"codes=258 is not a multiple of tp=4"),
+        (
+            {"model": dataclasses.replace(TINY.model, width=7), "layout": ALL},
+            r"found no dimension that it divides .*\['attention_norm'\] \(2, 7\) as",
+        ),
+    ):
+        with pytest.raises(ValueError, match=message):
+            train.mesh_for(dataclasses.replace(TINY, dp=2, tp=4, **config))
+    with pytest.raises(ValueError, match=r"layout.ahead=9 from 0 to model.layers=4"):
+        train.check(train.Config(layout=Layout(ahead=9)))
+    layout = Layout(overlap="ring", keep=True)
+    with pytest.raises(ValueError, match=r"^config: ") as error:
+        train.check(train.Config(layout=layout, processes=2, process=2, explain="a.html"))
+    for words in (
+        "layout.overlap hides what layout.sequence sends: set that too",
+        "layout.keep and layout.late say how layout.fsdp gathers: set that too",
+        "name a coordinator, and a run",
+        "process=2 is none of processes=2, from 0",
+        "explain is of one process",
+    ):
+        assert words in str(error.value)
+    assert train.mesh_for(train.Config(model=llama.Config(codes=50257))).shape["tp"] == 1
+
+
+# Runs train.py as one of several processes on the CPU, where other platforms may be installed.
+START = f"""
+import sys
+sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / "examples")!r}]
+import jax
+jax.config.update("jax_platforms", "cpu")
+import train
+train.run_from_command_line()
+"""
+
+
+def start_processes(folder: Path, count: int, *flags: str) -> list[subprocess.Popen]:
+    """Starts train.py in so many processes."""
+    with socket.socket() as s:
+        s.bind(("localhost", 0))
+        port = s.getsockname()[1]
+    many = ("--processes", str(count), "--coordinator", f"localhost:{port}")
+    command = [sys.executable, "-c", START, "--run", str(folder), *flags, *many]
+    return [
+        subprocess.Popen(
+            [*command, "--process", str(i)], cwd=ROOT, text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        )
+        for i in range(count)
+    ]  # fmt: skip
+
+
+def said(running: list[subprocess.Popen]) -> list[str]:
+    """Returns what each printed, once all have ended."""
+    try:
+        return [process.communicate(timeout=400)[0] for process in running]
+    finally:
+        for process in running:
+            process.kill()
+
+
+def run_processes(folder: Path, count: int, *flags: str) -> list[str]:
+    """Runs train.py in so many processes, and returns what each printed."""
+    running = start_processes(folder, count, *flags)
+    words = said(running)
+    assert [p.returncode for p in running] == [0] * count, words[0][-2000:] + words[-1][-2000:]
+    return words
+
+
+def losses_in(folder: Path) -> list[float]:
+    return [json.loads(x)["loss"] for x in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+MODEL = "layers=2 width=32 heads=4 kv-heads=2 head-size=8 hidden=32"
+SMALL_RUN = [
+    *(f"--model.{x}" for x in MODEL.split()),
+    *(f"--data={ROOT}/README.md", "--batch=8", "--length=32", "--temperature=0"),
+]
+SPLIT = ["--dp=4", "--tp=2", "--layout.fsdp", "--layout.sequence", "--layout.overlap=ring"]
+
+
+@pytest.mark.slow
+def test_a_signal_to_one_process_stops_all_after_the_same_step(tmp_path):
+    pytest.importorskip("tyro")
+    running = start_processes(tmp_path / "two", 2, *SMALL_RUN, *SPLIT, "--steps=2000")
+    path, end = tmp_path / "two" / "metrics.jsonl", time.monotonic() + 300
+    while not (path.exists() and len(path.read_text().splitlines()) > 3):
+        assert all(p.poll() is None for p in running), said(running)
+        assert time.monotonic() < end
+        time.sleep(0.1)
+    running[1].send_signal(signal.SIGTERM)
+    words = said(running)
+    assert [p.returncode for p in running] == [128 + signal.SIGTERM] * 2, words
+    done = len(losses_in(tmp_path / "two"))
+    assert losses_in(tmp_path / "two") == losses_in(tmp_path / "two" / "process-1")
+    assert f"stopped after step {done}, which is saved" in words[0]
+    assert (tmp_path / "two" / "checkpoints" / str(done)).is_dir()
+
+
+@pytest.mark.slow
+def test_two_processes_have_one_mesh_and_the_losses_of_one(tmp_path):
+    """Each with four devices; every process notes the same losses, and a run goes on in another."""
+    pytest.importorskip("tyro")
+    flags = [*SMALL_RUN, "--steps=6", "--save-every=3"]
+    first, second = run_processes(tmp_path / "two", 2, *flags, *SPLIT)
+    assert "validation loss" in first
+    assert "cpu devices: dp=4 × tp=2" in first
+    assert "validation loss" not in second
+    two = losses_in(tmp_path / "two")
+    assert two == losses_in(tmp_path / "two" / "process-1")
+    assert np.isfinite(two).all()
+    assert len(set(two)) == 6
+    run_processes(tmp_path / "one", 1, *flags, "--dp=8", "--tp=1")
+    np.testing.assert_allclose(losses_in(tmp_path / "one"), two, rtol=0, atol=1e-5)
