@@ -60,8 +60,8 @@ def kinds_inside(eqn: JaxprEqn) -> set[str]:
     if eqn.primitive.name not in _STRUCTURES:
         return set()
     inner = [e for _, body in sub_jaxprs(eqn) for e in body.eqns]
-    kinds = {kind_of(e) for e in inner if e.primitive.name not in _STRUCTURES}
-    return (kinds - {None}).union(*map(kinds_inside, inner))
+    kinds = (kind_of(e) for e in inner if e.primitive.name not in _STRUCTURES)
+    return {kind for kind in kinds if kind is not None}.union(*map(kinds_inside, inner))
 
 
 def size_of(atom) -> int:
