@@ -126,19 +126,33 @@ def jax_inputs(row: Row):
     return (of(kq, row.h), of(kk, row.kv), of(kv, row.kv)), slopes, table
 
 
-def in_jax(row: Row, f: Callable, q, k, v, *rest) -> Callable:
-    """A call of `f`, or of its derivative by q, k and v at what the forward pass has kept."""
+def cotangent(row: Row):
     import jax
     import jax.numpy as jnp
 
+    return jax.random.normal(jax.random.key(1), (row.b, row.t, row.h, row.d), jnp.bfloat16)
+
+
+def in_jax(row: Row, f: Callable, q, k, v, *rest) -> Callable:
+    """A call of `f`, or of its derivative by q, k and v at what the forward pass has kept."""
+    import jax
+
     if not row.backward:
-        compiled = jax.jit(f).lower(q, k, v, *rest).compile()
+        compiled = timed(lambda: jax.jit(f).lower(q, k, v, *rest).compile())
         return lambda: compiled(q, k, v, *rest)
     keep = lambda q, k, v, *rest: jax.vjp(lambda q, k, v: f(q, k, v, *rest), q, k, v)
     _, pull_back = jax.jit(keep)(q, k, v, *rest)
-    ct = jax.random.normal(jax.random.key(1), q.shape, jnp.bfloat16)
-    compiled = jax.jit(lambda pull_back, ct: pull_back(ct)).lower(pull_back, ct).compile()
+    ct = cotangent(row)
+    program = jax.jit(lambda pull_back, ct: pull_back(ct))
+    compiled = timed(lambda: program.lower(pull_back, ct).compile())
     return lambda: compiled(pull_back, ct)
+
+
+def timed[T](make: Callable[[], T]) -> T:
+    start = time.perf_counter()
+    made = make()
+    print(f"#   traced and compiled in {time.perf_counter() - start:.1f} s")
+    return made
 
 
 def xform(row: Row, *, deterministic: bool = True) -> Callable:
@@ -192,11 +206,11 @@ def torch_inputs(row: Row):
 
     arrays, slopes, table = jax_inputs(row)
     put = lambda a: torch.from_numpy(np.array(a, np.float32)).cuda()
-    heads = [put(a).to(torch.bfloat16).transpose(1, 2).contiguous() for a in arrays]
-    return heads, put(slopes), put(table)
+    ours = lambda a: put(a).to(torch.bfloat16).transpose(1, 2).contiguous()
+    return [ours(a) for a in arrays], ours(cotangent(row)), put(slopes), put(table)
 
 
-def in_torch(row: Row, f: Callable, *heads) -> Callable:
+def in_torch(row: Row, f: Callable, heads, ct) -> Callable:
     """As `in_jax`."""
     import torch
 
@@ -204,7 +218,6 @@ def in_torch(row: Row, f: Callable, *heads) -> Callable:
         return lambda: f(*heads)
     heads = [x.requires_grad_() for x in heads]
     out = f(*heads)
-    ct = torch.randn_like(out)
     return lambda: torch.autograd.grad(out, heads, ct, retain_graph=True)
 
 
@@ -220,14 +233,14 @@ def cudnn_torch(row: Row) -> Callable | None:
                 q, k, v, is_causal=row.mask == "causal", enable_gqa=row.h != row.kv
             )
 
-    return in_torch(row, attend, *torch_inputs(row)[0])
+    return in_torch(row, attend, *torch_inputs(row)[:2])
 
 
 def flex_torch(row: Row) -> Callable:
     import torch
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-    heads, slopes, table = torch_inputs(row)
+    heads, ct, slopes, table = torch_inputs(row)
     ids = torch.arange(row.t, device="cuda") // DOCUMENT
     torch._dynamo.reset()  # or it gives up on a function that it has compiled for many masks
     mask, blocks = mask_of(row.mask, ids), None
@@ -236,7 +249,7 @@ def flex_torch(row: Row) -> Callable:
     score = score_of(row.score, torch.tanh, slopes, table, row.t)
     f = torch.compile(flex_attention, dynamic=False)
     attend = partial(f, score_mod=score, block_mask=blocks, enable_gqa=row.h != row.kv)
-    return in_torch(row, attend, *heads)
+    return in_torch(row, attend, heads, ct)
 
 
 PEERS = {

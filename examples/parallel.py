@@ -35,6 +35,8 @@ class Layout:
     """Hide the communication of blocks behind their products."""
     microbatches: int = 1
     """In how many parts, one after another, a device works on its rows."""
+    late: bool = False
+    """Under `fsdp`, sum the gradients of layers once, after all microbatches, for more memory."""
 
     @property
     def tp(self) -> TensorParallel:
@@ -85,11 +87,14 @@ def enter(params: dict, layout: Layout, specs: dict) -> dict:
 
     Once, and before any loop: so the sums over devices of their gradients are taken once as well.
     """
-    ready = data.gather(params, specs, "dp")
-    if layout.fsdp:
-        ready["layers"] = params["layers"]
     # Where positions are split, what lies between blocks is used on a part of them.
-    return data.per_device(ready, ("dp", "tp") if layout.sequence else "dp")
+    own = data.per_device(params, ("dp", "tp") if layout.sequence else "dp")
+    layers = own.pop("layers")
+    ready = data.gather(own, {name: specs[name] for name in own}, "dp")
+    gather = partial(data.gather, specs=specs["layers"], axis="dp")
+    if not layout.fsdp:
+        return {**ready, "layers": gather(layers)}
+    return {**ready, "layers": fsdp.late(layers, gather) if layout.late else layers}
 
 
 def loss_and_grads(

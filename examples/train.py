@@ -19,7 +19,6 @@ and save its step; `--resume` goes on as if nothing had happened.
 import dataclasses
 import io
 import math
-import os
 import sys
 import sysconfig
 import time
@@ -32,13 +31,13 @@ from typing import Literal
 import jax
 import numpy as np
 import optax
-from jax.experimental.multihost_utils import process_allgather, sync_global_devices
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from rich.progress import BarColumn, Progress, TimeRemainingColumn
 
 import llama
 import parallel
+import several
 from generate import generate
 from parallel import Layout
 from xform import Costs, cost, explain, hfu, memory, mfu
@@ -127,8 +126,16 @@ def check(config: Config) -> None:
             f"layout.microbatches={layout.microbatches} must be above 0, and "
             f"layout.ahead={layout.ahead} from 0 to model.layers={m.layers}"
         )
+    if layout.overlap and not layout.sequence:
+        wrong.append("layout.overlap hides what layout.sequence sends: set that too")
+    if (layout.keep or layout.late) and not layout.fsdp:
+        wrong.append("layout.keep and layout.late say how layout.fsdp gathers: set that too")
     if config.processes > 1 and (config.coordinator is None or config.run is None):
         wrong.append("processes have to find each other: name a coordinator, and a run")
+    if not 0 <= config.process < max(1, config.processes):
+        wrong.append(f"process={config.process} is none of processes={config.processes}, from 0")
+    if config.processes > 1 and config.explain:
+        wrong.append("explain is of one process")
     if config.temperature < 0:
         wrong.append(f"temperature={config.temperature} must not be negative")
     if config.separator is not None and not 0 <= config.separator < m.codes:
@@ -318,20 +325,6 @@ def restored(checkpoints: Checkpoints, state: dict, info: dict) -> dict:
     return checkpoints.restore(state)
 
 
-def own_folder(folder: Path) -> Path:
-    """Returns where this process notes its numbers: the run's folder, or one in it."""
-    if not jax.process_index():
-        return folder
-    own = folder / f"process-{jax.process_index()}"
-    own.mkdir(parents=True, exist_ok=True)
-    return own
-
-
-def agreed(asked: bool) -> bool:
-    """Returns whether any process was asked: all of them have to stop after the same step."""
-    return asked if jax.process_count() == 1 else bool(process_allgather(np.array(asked)).any())
-
-
 def fit(config: Config, mesh: Mesh, rows: Source, folder: Path, stop: run.Stop) -> tuple[dict, int]:
     """Trains until the last step, or until it is asked to stop; saves as it goes and at the end.
 
@@ -345,7 +338,7 @@ def fit(config: Config, mesh: Mesh, rows: Source, folder: Path, stop: run.Stop) 
             state = restored(checkpoints, state, info)
         costs = forecast(config, mesh)
         steps, done = training(config, mesh, rows, state, before), before
-        with Metrics(own_folder(folder), PANELS, done=before) as metrics:
+        with Metrics(several.own(folder), PANELS, done=before) as metrics:
             for done, state, loss, rate in watched(config, steps, before, costs):
                 metrics.write(done, loss=loss, tokens_per_second=rate)
                 if not math.isfinite(loss):
@@ -353,7 +346,7 @@ def fit(config: Config, mesh: Mesh, rows: Source, folder: Path, stop: run.Stop) 
                         f"the loss of step {done} is {loss}; the last step that is saved is "
                         f"{checkpoints.latest}. Lower the learning rate, or look at the data."
                     )
-                last = agreed(bool(stop))  # asked once: what it is asked for is saved
+                last = several.asked_to(stop)  # asked once: what it is asked for is saved
                 if last or done == config.steps or done % config.save_every == 0:
                     checkpoints.save(done, state, info)
                 if last:
@@ -411,19 +404,8 @@ def begin(config: Config) -> Path:
     folder = Path(config.run or ".")
     if not jax.process_index():
         folder = run.begin(config.run, dataclasses.asdict(config), resume=config.resume)
-    if config.processes > 1:
-        sync_global_devices("begin")
+    several.wait()
     return folder
-
-
-def join(config: Config) -> None:
-    """Has the processes find each other, and all but the first print nothing."""
-    if config.processes == 1:
-        return
-    where = None if config.coordinator == "auto" else config.coordinator
-    jax.distributed.initialize(where, config.processes, config.process)
-    if jax.process_index():
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
 
 
 def main(config: Config) -> None:
@@ -476,8 +458,9 @@ def from_command_line() -> Config:
 def run_from_command_line() -> None:
     """Does what the command line asks for, with the devices of this process."""
     config = from_command_line()
+    check(config)
     cpu_devices(max(1, 8 // config.processes))
-    join(config)
+    several.join(config.coordinator, config.processes, config.process)
     main(config)
 
 

@@ -5,6 +5,7 @@ met in one file.
 """
 
 import math
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -90,9 +91,21 @@ def no_compilation_cache() -> Iterator[None]:
         compilation_cache._cache_checked, compilation_cache._cache_used = known
 
 
-def register_plugins() -> None:
-    """Makes the installed platforms known, without starting them."""
-    xla_bridge._discover_and_register_pjrt_plugins()
+def register_plugin(platform: str) -> None:
+    """Makes an installed platform known, without starting it.
+
+    CUDA's plugin refuses to be where a library is missing that nothing but a GPU needs, unless told
+    that it will only compile. JAX asks once a process; where it was refused, it is asked again.
+    """
+    setting = "JAX_SKIP_CUDA_CONSTRAINTS_CHECK"  # 0.11, 0.12
+    before = os.environ.setdefault(setting, "")
+    os.environ[setting] = "1"
+    try:
+        xla_bridge._discover_and_register_pjrt_plugins()
+        if platform not in xla_bridge._topology_factories:
+            xla_bridge.discover_pjrt_plugins()
+    finally:
+        os.environ[setting] = before  # an empty one is off
 
 
 def target_topology(platform: str, config: str, shape: tuple[int, ...]) -> np.ndarray:

@@ -1,7 +1,11 @@
 """Programs compiled for a device that this machine lacks."""
 
+import os
+import subprocess
+import sys
 import warnings
 from functools import partial
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +14,7 @@ import pytest
 
 from xform._hlo import compile_and_dump, compile_for, lower_for, read, target_mesh
 
+ROOT = Path(__file__).parents[2]
 P = jax.P
 MIB = 2**20
 
@@ -22,6 +27,20 @@ def test_compiles_for_a_gpu_that_is_not_there():
     assert "H200" in program.device
     assert program.platform == "gpu"
     assert program.total(lambda k: k.work.matrix) == 2 * 1024**3
+
+
+def test_compiles_after_jax_has_found_no_gpu():
+    """Nobody says `JAX_PLATFORMS=cpu` on a machine without one."""
+    program = """
+import jax
+jax.devices()
+from xform._hlo import compile_for
+print(compile_for("H200", lambda x: x + 1, jax.numpy.ones(3)).as_text().count("fusion("))
+"""
+    environment = {k: v for k, v in os.environ.items() if k != "JAX_PLATFORMS"}
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout.strip() == "1", done.stderr
 
 
 def test_names_the_targets_it_knows():

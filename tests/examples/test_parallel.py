@@ -2,9 +2,11 @@
 
 import dataclasses
 import json
+import signal
 import socket
 import subprocess
 import sys
+import time
 from functools import partial
 from pathlib import Path
 
@@ -26,7 +28,8 @@ from parallel import Layout
 from tests.examples.test_llama import SMALL, random_params, random_rows
 from tests.examples.test_train import TINY, mesh_of, some_documents
 from tests.sharding.equal import assert_equal, on_one, run_on
-from xform.train.data import pack
+from xform.sharding import audit, shardings
+from xform.train.data import Rows, pack
 
 ROOT = Path(__file__).parents[2]
 slow = partial(pytest.param, marks=pytest.mark.slow)
@@ -108,6 +111,24 @@ def test_fsdp_leaves_each_device_an_equal_share_of_everything():
     assert sum(map(part, split)) == (whole - norms) // 8 + norms // 4
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "layout",
+    [Layout(), ALL, Layout(fsdp=True, late=True, sequence=True, microbatches=2)],
+    ids=str,
+)
+def test_no_communication_is_undeclared(layout):
+    """In the compiled step, whoever put it there: rules, derivatives or XLA."""
+    mesh = mesh_of(4, 2)
+    params = jax.eval_shape(partial(llama.init, TINY.model), jax.random.key(0))
+    placed = lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at)
+    params = jax.tree.map(placed, params, parallel.placement(layout, TINY.model, mesh))
+    rows = Rows(*[np.zeros((8, 48), np.int32)] * 3)
+    rows = jax.tree.map(lambda x: placed(x, shardings(mesh, P("dp"))), rows)
+    found = audit(parallel.gradients(TINY.model, mesh, layout), (params, rows), target=None)
+    assert len(found.messages) > 10
+
+
 def test_a_layout_that_does_not_divide_is_refused():
     model = dataclasses.replace(TINY.model, codes=258)
     for config, message in (
@@ -123,8 +144,17 @@ def test_a_layout_that_does_not_divide_is_refused():
             train.mesh_for(dataclasses.replace(TINY, dp=2, tp=4, **config))
     with pytest.raises(ValueError, match=r"layout.ahead=9 from 0 to model.layers=4"):
         train.check(train.Config(layout=Layout(ahead=9)))
-    with pytest.raises(ValueError, match=r"name a coordinator, and a run"):
-        train.check(train.Config(processes=2))
+    layout = Layout(overlap="ring", keep=True)
+    with pytest.raises(ValueError, match=r"^config: ") as error:
+        train.check(train.Config(layout=layout, processes=2, process=2, explain="a.html"))
+    for words in (
+        "layout.overlap hides what layout.sequence sends: set that too",
+        "layout.keep and layout.late say how layout.fsdp gathers: set that too",
+        "name a coordinator, and a run",
+        "process=2 is none of processes=2, from 0",
+        "explain is of one process",
+    ):
+        assert words in str(error.value)
     assert train.mesh_for(train.Config(model=llama.Config(codes=50257))).shape["tp"] == 1
 
 
@@ -139,44 +169,75 @@ train.run_from_command_line()
 """
 
 
-def run_processes(folder: Path, count: int, *flags: str) -> list[str]:
-    """Runs train.py in so many processes, and returns what each printed."""
+def start_processes(folder: Path, count: int, *flags: str) -> list[subprocess.Popen]:
+    """Starts train.py in so many processes."""
     with socket.socket() as s:
         s.bind(("localhost", 0))
         port = s.getsockname()[1]
     many = ("--processes", str(count), "--coordinator", f"localhost:{port}")
     command = [sys.executable, "-c", START, "--run", str(folder), *flags, *many]
-    running = [
+    return [
         subprocess.Popen(
             [*command, "--process", str(i)], cwd=ROOT, text=True,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         )
         for i in range(count)
     ]  # fmt: skip
-    said = []
+
+
+def said(running: list[subprocess.Popen]) -> list[str]:
+    """Returns what each printed, once all have ended."""
     try:
-        for process in running:
-            said.append(process.communicate(timeout=400)[0])
-            assert process.returncode == 0, said[-1][-3000:]
+        return [process.communicate(timeout=400)[0] for process in running]
     finally:
         for process in running:
             process.kill()
-    return said
+
+
+def run_processes(folder: Path, count: int, *flags: str) -> list[str]:
+    """Runs train.py in so many processes, and returns what each printed."""
+    running = start_processes(folder, count, *flags)
+    words = said(running)
+    assert [p.returncode for p in running] == [0] * count, words[0][-2000:] + words[-1][-2000:]
+    return words
 
 
 def losses_in(folder: Path) -> list[float]:
     return [json.loads(x)["loss"] for x in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
+MODEL = "layers=2 width=32 heads=4 kv-heads=2 head-size=8 hidden=32"
+SMALL_RUN = [
+    *(f"--model.{x}" for x in MODEL.split()),
+    *(f"--data={ROOT}/README.md", "--batch=8", "--length=32", "--temperature=0"),
+]
+SPLIT = ["--dp=4", "--tp=2", "--layout.fsdp", "--layout.sequence", "--layout.overlap=ring"]
+
+
+@pytest.mark.slow
+def test_a_signal_to_one_process_stops_all_after_the_same_step(tmp_path):
+    pytest.importorskip("tyro")
+    running = start_processes(tmp_path / "two", 2, *SMALL_RUN, *SPLIT, "--steps=2000")
+    path, end = tmp_path / "two" / "metrics.jsonl", time.monotonic() + 300
+    while not (path.exists() and len(path.read_text().splitlines()) > 3):
+        assert all(p.poll() is None for p in running), said(running)
+        assert time.monotonic() < end
+        time.sleep(0.1)
+    running[1].send_signal(signal.SIGTERM)
+    words = said(running)
+    assert [p.returncode for p in running] == [128 + signal.SIGTERM] * 2, words
+    done = len(losses_in(tmp_path / "two"))
+    assert losses_in(tmp_path / "two") == losses_in(tmp_path / "two" / "process-1")
+    assert f"stopped after step {done}, which is saved" in words[0]
+    assert (tmp_path / "two" / "checkpoints" / str(done)).is_dir()
+
+
 @pytest.mark.slow
 def test_two_processes_have_one_mesh_and_the_losses_of_one(tmp_path):
     """Each with four devices; every process notes the same losses, and a run goes on in another."""
     pytest.importorskip("tyro")
-    model = ["layers=2", "width=32", "heads=4", "kv-heads=2", "head-size=8", "hidden=32"]
-    flags = [f"--model.{x}" for x in model] + [f"--data={ROOT}/README.md"]
-    flags += ["--batch=8", "--length=32", "--steps=6", "--save-every=3", "--temperature=0"]
-    layout = ["--dp=4", "--tp=2", "--layout.fsdp", "--layout.sequence", "--layout.overlap=ring"]
-    first, second = run_processes(tmp_path / "two", 2, *flags, *layout)
+    flags = [*SMALL_RUN, "--steps=6", "--save-every=3"]
+    first, second = run_processes(tmp_path / "two", 2, *flags, *SPLIT)
     assert "validation loss" in first
     assert "cpu devices: dp=4 × tp=2" in first
     assert "validation loss" not in second

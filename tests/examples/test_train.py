@@ -264,3 +264,32 @@ def test_a_run_on_tokens(tmp_path, capsys):
     assert "18,960 tokens in 395 rows" in out
     assert "validation loss" in out
     assert "tokenize" not in out
+
+
+@pytest.mark.slow
+def test_a_run_on_the_tokens_of_a_tokenizer(tmp_path, capsys):
+    """Text in a vocabulary of its own, there and back: trained on, sampled, and asked again."""
+    tokenizers = pytest.importorskip("tokenizers")
+    texts = sorted(Path(json.__file__).parent.glob("*.py"))
+    level = tokenizers.pre_tokenizers.ByteLevel
+    vocabulary = tokenizers.trainers.BpeTrainer(
+        vocab_size=400, initial_alphabet=level.alphabet(), show_progress=False
+    )
+    made = tokenizers.Tokenizer(tokenizers.models.BPE())
+    made.pre_tokenizer, made.decoder = (
+        level(add_prefix_space=False),
+        tokenizers.decoders.ByteLevel(),
+    )
+    made.train(list(map(str, texts)), vocabulary)
+    made.save(str(tmp_path / "tokenizer.json"))
+    config = dataclasses.replace(
+        TINY, steps=2, data=tuple(map(str, texts)), held_out=(str(texts[0]),),
+        tokenizer=str(tmp_path / "tokenizer.json"), run=str(tmp_path / "run"), prompt="def né",
+        model=dataclasses.replace(TINY.model, codes=400),
+    )  # fmt: skip
+    train.main(config)
+    assert "nats per token" in capsys.readouterr().out
+    generate.main(generate.Config(run=config.run, prompt="def né", tokens=5))
+    assert capsys.readouterr().out.startswith("def né")
+    with pytest.raises(ValueError, match=r"has 400 tokens, .* ends at 255: it needs codes=400"):
+        train.main(dataclasses.replace(config, model=TINY.model, run=str(tmp_path / "other")))

@@ -138,7 +138,10 @@ OPTIMISED = {"causal, ragged", "scalar and heads", *SLOW}
 
 @pytest.mark.parametrize("name", some_slow(CASES, SLOW))
 def test_output_and_gradients_are_as_right_as_a_dense_program(name):
-    check(CASES[name], jnp.float32, options=None if name in OPTIMISED else UNOPTIMISED)
+    """Over four draws, if a gradient is one number: how far that is off is a matter of luck."""
+    options = None if name in OPTIMISED else UNOPTIMISED
+    seeds = range(4) if name == "scalar and heads" else (0,)
+    check(CASES[name], jnp.float32, seeds, options)
 
 
 NARROW = [("scalar and heads", "bfloat16")]
@@ -148,7 +151,7 @@ NARROW_SLOW += [("table", "bfloat16"), ("table", "float16")]
 
 @pytest.mark.parametrize("case", some_slow([*NARROW, *NARROW_SLOW], NARROW_SLOW))
 def test_narrow_types_lose_no_more_than_a_dense_program(case):
-    """Over four draws: the error of one number, as of a scalar's gradient, is a matter of luck."""
+    """Over four draws, for the same reason."""
     name, dtype = case
     check(CASES[name], dtype, seeds=range(4))
 

@@ -83,6 +83,7 @@ def test_make_mesh_orders_the_axes_and_keeps_tensor_neighbours():
     assert mesh.axis_types == (AxisType.Explicit, AxisType.Explicit)
     assert [[d.id for d in row] for row in mesh.devices] == [[0, 1], [2, 3], [4, 5], [6, 7]]
     assert make_mesh(tp=1, cp=2, pp=2, dp=2, devices=cpus).axis_names == ("dp", "pp", "cp", "tp")
+    assert make_mesh(ep=2, tp=2, dp=2, devices=cpus).axis_names == ("dp", "tp", "ep")
 
 
 @pytest.mark.parametrize(

@@ -85,7 +85,7 @@ def one_device():
     return found, grads, np.sqrt(squares)
 
 
-def sharded(mesh, tp, *, zero=None, ahead=1, microbatches=1):
+def sharded(mesh, tp, *, zero=None, ahead=1, microbatches=1, late=False):
     """Loss, gradients and their norm. `zero`: None, 1 (gathered once) or 3 (layer by layer)."""
     specs = SPECS
     if zero:
@@ -103,7 +103,8 @@ def sharded(mesh, tp, *, zero=None, ahead=1, microbatches=1):
     def enter(p):
         rest = {name: data.gather(p[name], specs[name], "dp") for name in ("table", "norm")}
         if zero == 3:
-            p = {**rest, "layers": p["layers"]}
+            whole = partial(data.gather, specs=specs["layers"], axis="dp")
+            p = {**rest, "layers": fsdp.late(p["layers"], whole) if late else p["layers"]}
         else:
             p = {**rest, "layers": data.gather(p["layers"], specs["layers"], "dp")}
         return jax.tree.map_with_path(lambda path, x: data.per_device(x, axes(path)), p)
@@ -137,6 +138,7 @@ slow = partial(pytest.param, marks=pytest.mark.slow)
         slow((1, 4), SEQUENCE, {}),
         slow((2, 4), RING, {"zero": 3, "ahead": 2, "microbatches": 4}),
         slow((4, 2), SEQUENCE, {"zero": 3, "ahead": 0}),
+        slow((4, 2), RING, {"zero": 3, "late": True, "microbatches": 2}),
         slow((4, 2), SEQUENCE, {"zero": 1}),
     ],
     ids=str,

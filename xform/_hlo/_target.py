@@ -14,7 +14,7 @@ import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.stages import Compiled, Lowered, Traced
 
-from xform._compat import no_compilation_cache, register_plugins, target_topology
+from xform._compat import no_compilation_cache, register_plugin, target_topology
 from xform.jaxpr import walk
 
 # The platform of each target, and the file that describes it.
@@ -37,7 +37,7 @@ def target_mesh(target: str, axes: Mapping[str, int], axis_types: tuple | None =
         raise ValueError(f"`target` may be {' or '.join(map(repr, TARGETS))}; found {target!r}")
     platform, file = TARGETS[target]
     config = files("xform").joinpath("_targets", file).read_text()
-    register_plugins()
+    register_plugin(platform)
     try:
         topology = target_topology(platform, config, tuple(axes.values()))
     except Exception as e:

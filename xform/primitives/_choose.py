@@ -128,20 +128,19 @@ def by_kernels(
     Raises:
       NotImplementedError: if they were asked for by name and can't, with all reasons.
     """
-    # They are not chosen by themselves before they were timed on a device.
-    if spec.implementation != "mosaic_gpu" or (device and device.counted):
+    if spec.implementation == "chunked" or (device and device.counted):
         return False
     from xform.lowering.mosaic_gpu import _loss
 
     reasons = [*(device.misfits if device else ()), *_loss.misfits(spec, weight_shape, tokens)]
     if not has:
         reasons.append("there are first derivatives of hidden states and weights, and no others")
-    if reasons:
+    if reasons and spec.implementation == "mosaic_gpu":
         raise NotImplementedError(
             f'`implementation="mosaic_gpu"` can\'t run: {"; ".join(reasons)}. Change that, or '
             "leave the choice open with `implementation=None`: chunked has no such limits."
         )
-    return True
+    return not reasons
 
 
 def default_device() -> Device:

@@ -39,7 +39,7 @@ from xform.lowering import chunked, reference
 from xform.lowering._loss_fn import IGNORED, Chunks, CrossEntropy, LossSpec, RowGradients
 from xform.lowering._tile_fn import Jvp, base, log_sum
 from xform.primitives._auto import axis_names, local_rows, register
-from xform.primitives._choose import by_kernels
+from xform.primitives._choose import by_kernels, default_device
 from xform.primitives._rules import add_hidden_dim, hidden_sizes, join_axes
 from xform.primitives.tile_sum import tile_sum
 
@@ -103,8 +103,9 @@ def linear_cross_entropy(
       vocab_axis: the manual mesh axis that splits `weight` and `bias` along the vocabulary; labels
         count over the whole of it.
       chunks: how many logits are held at once; `xform.lowering.chunked.CHUNKS` has the defaults.
-      implementation: "chunked" (any device; what None chooses), "mosaic_gpu" (kernels for NVIDIA's
-        Hopper, first derivatives, by name alone), "reference" (dense, for tests).
+      implementation: "chunked" (any device), "mosaic_gpu" (kernels for NVIDIA's Hopper: bfloat16
+        and float16, first derivatives, lengths that its copies take; raises for the rest),
+        "reference" (dense, for tests); None takes the kernels where they fit, else chunked.
 
     Returns:
       loss and log-sum-exp, float32 (float64 for float64 inputs), of the shape of `labels`.
@@ -146,8 +147,10 @@ def _cross_entropy(
         chunks, implementation,
     )  # fmt: skip
     # By kernels, both gradients come from one walk of the vocabulary, and are cheaper so. They have
-    # none for a bias.
-    kernels = by_kernels(spec, weight.shape, labels.size, None)
+    # none for a bias. What the forward pass leaves depends on it, and where the program is to run
+    # is not known yet: asked for by name, they are meant, else they are on a device that has them.
+    device = None if implementation else default_device()
+    kernels = by_kernels(spec, weight.shape, labels.size, device)
     spec = dataclasses.replace(spec, together=kernels and not bias)
     size = entries = weight.shape[vocab_dim]
     first = 0

@@ -12,10 +12,12 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
+import numpy as np
+from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 from jaxtyping import PyTree
 
@@ -124,7 +126,7 @@ class Description:
 
 
 def describe(
-    mesh: Mesh,
+    mesh: Mesh | AbstractMesh,
     params: PyTree,
     specs: PyTree,
     *,
@@ -136,7 +138,7 @@ def describe(
     """Returns what a layout means for each parameter and each sample.
 
     Args:
-      mesh: The mesh.
+      mesh: The mesh, or an abstract one, whose devices are counted.
       params: Parameters, or their shapes.
       specs: How each is split, in a tree of the same structure.
       rows: Rows and positions of a batch, over all devices.
@@ -192,7 +194,9 @@ def describe(
     return Description(dict(mesh.shape), tuple(tensors), _readers(mesh, rows, tokens))
 
 
-def _part(mesh: Mesh, shape: Sequence[int], split: list) -> tuple[tuple[int, ...], str]:
+def _part(
+    mesh: Mesh | AbstractMesh, shape: Sequence[int], split: list
+) -> tuple[tuple[int, ...], str]:
     """The shape of a device's part, and what is wrong with it."""
     missing = sorted({a for dim in split for a in dim} - set(mesh.shape))
     if missing or len(split) > len(shape):
@@ -203,7 +207,9 @@ def _part(mesh: Mesh, shape: Sequence[int], split: list) -> tuple[tuple[int, ...
     return tuple(size // n for size, n in zip(shape, counts, strict=True)), ""
 
 
-def _summed(mesh: Mesh, own: set, between: set, name: str, inside: Sequence[str]) -> tuple:
+def _summed(
+    mesh: Mesh | AbstractMesh, own: set, between: set, name: str, inside: Sequence[str]
+) -> tuple:
     """The axes over which a gradient is summed; those of the module's table."""
     used = any(name.endswith((f"['{end}']", f".{end}", end)) for end in inside)
     apart = {
@@ -215,14 +221,22 @@ def _summed(mesh: Mesh, own: set, between: set, name: str, inside: Sequence[str]
     )  # fmt: skip
 
 
-def _readers(mesh: Mesh, rows: tuple[int, int], tokens: P) -> tuple[Reader, ...]:
+def _devices(mesh: Mesh | AbstractMesh) -> np.ndarray:
+    """Id and process of each device; of an abstract mesh, which has none, their places."""
+    found = np.empty(tuple(mesh.shape.values()), object)
+    for place, index in enumerate(np.ndindex(found.shape)):
+        device: Any = mesh.devices[index] if isinstance(mesh, Mesh) else None
+        found[index] = (place, 0) if device is None else (device.id, device.process_index)
+    return found
+
+
+def _readers(mesh: Mesh | AbstractMesh, rows: tuple[int, int], tokens: P) -> tuple[Reader, ...]:
     splits = axes_by_dim(tokens, 2)
     axes = [axis for dim in splits for axis in dim]
     found = {}
-    names = tuple(mesh.shape)
-    for index in itertools.product(*(range(n) for n in mesh.devices.shape)):
-        at = dict(zip(names, index, strict=True))
-        found.setdefault(tuple(at[a] for a in axes), []).append(mesh.devices[index])
+    for index, device in np.ndenumerate(_devices(mesh)):
+        at = dict(zip(mesh.shape, index, strict=True))
+        found.setdefault(tuple(at[a] for a in axes), []).append(device)
     readers = []
     for key, devices in sorted(found.items()):
         at = dict(zip(axes, key, strict=True))
@@ -232,9 +246,8 @@ def _readers(mesh: Mesh, rows: tuple[int, int], tokens: P) -> tuple[Reader, ...]
             for axis in dim:
                 place, count = place * mesh.shape[axis] + at[axis], count * mesh.shape[axis]
             ranges.append((place * size // count, (place + 1) * size // count))
-        ids = tuple(d.id for d in devices)
-        processes = tuple(sorted({d.process_index for d in devices}))
-        readers.append(Reader(at, ranges[0], ranges[1], ids, processes))
+        ids, processes = zip(*devices, strict=True)
+        readers.append(Reader(at, *ranges, devices=ids, processes=tuple(sorted(set(processes)))))
     return tuple(readers)
 
 

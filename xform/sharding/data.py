@@ -39,7 +39,8 @@ def per_device(tree: PyTree, axes: str | Sequence[str]) -> PyTree:
 
     Args:
       tree: Arrays inside `jax.shard_map`.
-      axes: The mesh axes; those that an array varies over already are left as they are.
+      axes: The mesh axes; those that an array varies over already are left as they are. One cast
+        over two axes is one sum over both, and two casts are two.
 
     >>> from xform.sharding import make_mesh, shardings
     >>> mesh = make_mesh(dp=4, devices=jax.devices()[:4])

@@ -12,12 +12,15 @@ its gradients are summed as they are dealt out again (ZeRO-3, Rajbhandari et al.
 
 Why by hand: a plain scan gathers at the top of its body, where nothing but that layer could hide
 it, and a loop's passes don't overlap. Gathered parameters in the loop's carry are what its
-derivative would keep of every layer. So the derivative is written out: it keeps each layer's input
-and gathers again. With `keep` the gathered parameters of all layers are kept instead, and nothing
-is gathered twice.
+derivative would keep of every layer. So the derivative is written out, that of reverse mode, of any
+order: it keeps each layer's input and gathers again. With `keep` the gathered parameters of all
+layers are kept instead, and nothing is gathered twice.
 
 Memory of one device, beside its own 1/n of everything: the inputs of L layers, and of the whole
 parameters P of a layer `(k + 1) P`, or `L P` with `keep`; on the way back `2 P` of gradients.
+
+Over microbatches, the sums are taken once for each of them. `late` puts them off until all are
+done: one sum of each leaf per step, outside of all loops, for `L P` of gradients on each device.
 """
 
 import math
@@ -29,14 +32,29 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.core import eval_jaxpr
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, PyTree
 
+from xform._compat import varying_axes
 from xform.sharding._declare import declare
 from xform.sharding._specs import axes_by_dim, is_spec
+from xform.sharding.data import per_device
 
 type Layer = Callable[[Array, PyTree], Array]
+
+
+class Late(NamedTuple):
+    """Layers whose gradients are summed later; see `late`.
+
+    Attributes:
+      parts: This device's parts.
+      slots: Zeros where whole gradients arrive, which nothing computes; None to sum at once.
+    """
+
+    parts: PyTree
+    slots: PyTree | None
 
 
 def split(specs: PyTree, shapes: PyTree, mesh: Mesh, axis: str = "dp", *, skip: int = 0) -> PyTree:
@@ -86,7 +104,7 @@ def split(specs: PyTree, shapes: PyTree, mesh: Mesh, axis: str = "dp", *, skip: 
 def scan_layers(
     layer: Layer,
     x: Array,
-    stack: PyTree,
+    stack: PyTree | Late,
     *,
     gather: Callable[[PyTree], PyTree],
     ahead: int = 1,
@@ -102,7 +120,8 @@ def scan_layers(
     Args:
       layer: `layer(x, params) -> x`, of gathered parameters.
       x: What the first layer is given.
-      stack: This device's parts of all layers' parameters, along a leading dimension.
+      stack: This device's parts of all layers' parameters, along a leading dimension; or these
+        from `late`.
       gather: `gather(parts) -> params`, of one layer, linear: `data.gather` of its specs, and
         whatever else is done to parameters before their use, such as a cast to bfloat16.
       ahead: How many layers ahead parameters are gathered; 0 gathers them as they are used.
@@ -123,14 +142,55 @@ def scan_layers(
     >>> f(*args).shape
     (8, 4)
     """
-    layers = jax.tree.leaves(stack)[0].shape[0]
+    stack = stack if isinstance(stack, Late) else Late(stack, None)
+    layers = jax.tree.leaves(stack.parts)[0].shape[0]
     if not 0 <= ahead <= layers:
         raise ValueError(
             f"`scan_layers` can gather 0 to {layers} layers ahead, of {layers}; found {ahead=}."
         )
-    whole = jax.eval_shape(gather, _at(stack, 0))
-    layer, consts = jax.closure_convert(layer, x, whole)
+    whole = jax.eval_shape(gather, _at(stack.parts, 0))
+    layer, consts = _closed(layer, x, whole)
     return _scan(_How(layer, gather, ahead, keep, unroll), x, stack, consts)
+
+
+def _closed(layer: Layer, x: Array, whole: PyTree) -> tuple[Callable, list]:
+    """The layer as a function of all that it closes over too: a derivative is taken elsewhere."""
+    program = jax.make_jaxpr(layer)(x, whole)
+
+    def call(x, whole, *consts):
+        return eval_jaxpr(program.jaxpr, consts, *jax.tree.leaves((x, whole)))[0]
+
+    return call, program.consts
+
+
+def late(stack: PyTree, gather: Callable[[PyTree], PyTree]) -> Late:
+    """Returns the layers for `scan_layers`, with sums of gradients that are put off.
+
+    Gradients are then each device's own, whole, and add up as such in whatever loop runs the
+    layers. The derivative of this function sums them over devices and deals them out: call it
+    outside of loops, in what `data.value_and_grad` calls `enter`.
+
+    Args:
+      stack: This device's parts of all layers' parameters.
+      gather: Makes the whole of them, as that of `scan_layers` does for one layer.
+    """
+    with declare("fsdp.late", once=True):
+        return _late(gather, stack)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _late(gather: Callable, stack: PyTree) -> Late:
+    zeros = lambda x: per_device(jnp.zeros(x.shape, x.dtype), tuple(sorted(varying_axes(x))))
+    return Late(stack, jax.tree.map(zeros, jax.eval_shape(gather, stack)))
+
+
+def _late_bwd(gather: Callable, stack: PyTree, grads: Late) -> tuple[PyTree]:
+    parts, slots = grads
+    (dealt,) = jax.linear_transpose(gather, stack)(slots)
+    return (jax.tree.map(jnp.add, parts, dealt),)
+
+
+_late.defvjp(lambda gather, stack: (_late(gather, stack), stack), _late_bwd)
 
 
 @dataclass(frozen=True, eq=False)
@@ -149,7 +209,7 @@ class _How:
 
     def promised(self):
         """Declares what stands in a loop: if it is ahead, a product hides it."""
-        return declare("fsdp.scan_layers", hidden=self.ahead > 0)
+        return declare("fsdp.scan_layers", hidden=self.ahead > 0 and "all-gather")
 
     def deal_out(self, grads: PyTree, parts: PyTree) -> PyTree:
         """The derivative of `gather`: gradients, summed, of which each device gets its part."""
@@ -172,23 +232,24 @@ class _Saved(NamedTuple):
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _scan(how: _How, x: Array, stack: PyTree, consts: list) -> Array:
+def _scan(how: _How, x: Array, stack: Late, consts: list) -> Array:
     return _forward(how, x, stack, consts)[0]
 
 
-def _forward(how: _How, x: Array, stack: PyTree, consts: list) -> tuple[Array, tuple]:
+def _forward(how: _How, x: Array, stack: Late, consts: list) -> tuple[Array, tuple]:
     """Layers 0 to L - k - 1 in the loop, in which k to L - 1 arrive; then the last k."""
-    layers, k = jax.tree.leaves(stack)[0].shape[0], how.ahead
+    parts, k = stack.parts, how.ahead
+    layers = jax.tree.leaves(parts)[0].shape[0]
     kept = lambda x, whole: (x, whole if how.keep else None)
 
     def step(carry, i):
         x, held = carry
         with how.promised():
-            whole, *held = (*held, how.gather(_at(stack, i)))
+            whole, *held = (*held, how.gather(_at(parts, i)))
         return (how.layer(x, whole, *consts), tuple(held)), kept(x, whole)
 
     with how.declared():
-        held = tuple(how.gather(_at(stack, i)) for i in range(k))
+        held = tuple(how.gather(_at(parts, i)) for i in range(k))
     (x, held), loop = lax.scan(step, (x, held), jnp.arange(k, layers), unroll=how.unroll)
     rest = []
     for whole in held:
@@ -199,10 +260,11 @@ def _forward(how: _How, x: Array, stack: PyTree, consts: list) -> tuple[Array, t
 
 def _backward(how: _How, residuals: tuple, dx: Array) -> tuple:
     """Layers L - 1 to 0; each deals out the gradients of the one before it."""
-    saved, stack, consts = residuals
-    layers = jax.tree.leaves(stack)[0].shape[0]
+    saved, (parts, slots), consts = residuals
+    layers = jax.tree.leaves(parts)[0].shape[0]
     k = 0 if how.keep else how.ahead
-    fetch = lambda i: how.gather(_at(stack, i))
+    fetch = lambda i: how.gather(_at(parts, i))
+    deal_out = lambda grads: grads if slots is not None else how.deal_out(grads, _at(parts, 0))
 
     def step(carry, i, arriving, declared=how.declared):
         dx, dconsts, held, pending = carry
@@ -210,16 +272,16 @@ def _backward(how: _How, residuals: tuple, dx: Array) -> tuple:
         with declared():
             if not how.keep:
                 whole, *held = (*held, fetch(arriving)) if arriving is not None else held
-            dealt = None if pending is None else how.deal_out(pending, _at(stack, 0))
+            dealt = None if pending is None else deal_out(pending)
         dx, pending, *more = jax.vjp(how.layer, x, whole, *consts)[1](dx)
-        dconsts = [d + m for d, m in zip(dconsts, more, strict=True)]
+        dconsts = [_add(d, m) for d, m in zip(dconsts, more, strict=True)]
         return (dx, dconsts, tuple(held), pending), dealt
 
     # Before the loop, the layers that the forward pass had after its own; after it, the first k.
     before = max(len(saved.rest), 1)
     with how.declared():
         held = tuple(fetch(layers - 1 - i) for i in range(k))
-    carry, dealt = (dx, [jnp.zeros_like(c) for c in consts], held, None), []
+    carry, dealt = (dx, [_zero(c) for c in consts], held, None), []
     for i in reversed(range(max(layers - before, 0), layers)):
         carry, d = step(carry, i, i - k if i >= k else None)
         dealt.append(d)
@@ -233,11 +295,22 @@ def _backward(how: _How, residuals: tuple, dx: Array) -> tuple:
         dealt.append(d)
     dx, dconsts, _, pending = carry
     with how.declared():
-        dealt.append(how.deal_out(pending, _at(stack, 0)))
-    return dx, _stacked(dealt[1:], stack), dconsts
+        dealt.append(deal_out(pending))
+    if slots is None:
+        return dx, Late(_stacked(dealt[1:], parts), None), dconsts
+    return dx, Late(jax.tree.map(jnp.zeros_like, parts), _stacked(dealt[1:], slots)), dconsts
 
 
 _scan.defvjp(_forward, _backward)
+
+
+def _zero(const: Array) -> Array | None:
+    """Where gradients of an array are added up; None for one that has none."""
+    return jnp.zeros_like(const) if jnp.issubdtype(const.dtype, jnp.inexact) else None
+
+
+def _add(total: Array | None, more: Array) -> Array | None:
+    return None if total is None else total + more
 
 
 def _inside(i, size: int) -> bool:

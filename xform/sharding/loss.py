@@ -56,6 +56,7 @@ def cross_entropy(
 
     Raises:
       ValueError: On what doesn't fit; see `linear_cross_entropy`.
+      NotImplementedError: Padding under `softcap` or `label_smoothing`, for which it would count.
 
     >>> tp = TensorParallel()
     >>> x, w = jnp.ones((2, 5, 3)), jnp.ones((3, 8))
@@ -64,17 +65,33 @@ def cross_entropy(
     True
     """
     hidden = tp.enter(hidden) if tp.sequence else hidden
-    if entries is not None:
-        size = weight.shape[vocab_dim]
+    size, labels = weight.shape[vocab_dim], jnp.asarray(labels)
+    padded = size if tp.axis is None else size * lax.axis_size(tp.axis)
+    if entries is not None and entries != padded:
+        _check_padding(entries, padded, options)
         first = 0 if tp.axis is None else lax.axis_index(tp.axis) * size
         padding = jnp.where(first + jnp.arange(size) < entries, 0, -jnp.inf)
-        options["bias"] = options.get("bias", 0) + padding.astype(weight.dtype)
-        # One that is beyond is a mistake of the caller's, as it is without padding.
-        beyond = jnp.iinfo(labels.dtype).max
-        labels = jnp.where(labels < entries, labels, beyond)
+        bias = options.get("bias")
+        options["bias"] = padding.astype(weight.dtype) + (0 if bias is None else bias)
+        # A label that is beyond is a mistake of the caller's, as it is without padding.
+        labels = labels.astype(jnp.promote_types(labels.dtype, jnp.int32))
+        labels = jnp.where(labels < entries, labels, padded)
     with declare("loss.cross_entropy", *tp.axes):
         return linear_cross_entropy(
             hidden, weight, labels, vocab_dim=vocab_dim, vocab_axis=tp.axis, **options
+        )
+
+
+def _check_padding(entries: int, padded: int, options: dict) -> None:
+    if not 0 < entries < padded:
+        raise ValueError(
+            f"`cross_entropy`: entries={entries}, and the matrix has {padded} on all devices: "
+            "needed are as many or fewer, and at least one."
+        )
+    if wrong := [name for name in ("softcap", "label_smoothing") if options.get(name)]:
+        raise NotImplementedError(
+            f"`cross_entropy`: {' and '.join(wrong)} would count the {padded - entries} entries "
+            f"that pad {entries} to {padded}. Split a vocabulary that needs no padding."
         )
 
 

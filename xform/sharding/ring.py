@@ -17,6 +17,7 @@ Derivation of the backward rules, with `x_j` the chunk of device j and `W` this 
 
 Written out rather than derived, since the derivative of a ring is a ring with its products in
 another order, half of whose messages have nothing to hide behind. Nothing gathered is kept.
+Derivatives are those of reverse mode, of any order; JAX refuses forward mode (`jax.jvp`).
 
 **Barriers.** XLA's dot merger puts products that share an operand back together, and messages then
 have nothing to hide behind; from four devices on it does so to a ring as one would write it. An
@@ -160,7 +161,7 @@ def _gathered(axis: str, dim: int, x: Array, weights: tuple) -> tuple:
 
     shape = [*x.shape[:-1]]
     shape[dim] *= lax.axis_size(axis)
-    outs = [jnp.zeros((*shape, w.shape[1]), jnp.result_type(x, w)) for w in weights]
+    outs = [lax.empty((*shape, w.shape[1]), jnp.result_type(x, w)) for w in weights]
     return _around(axis, x, work, tuple(_like(out, x) for out in outs))
 
 
@@ -208,7 +209,7 @@ def _matmul_scatter_bwd(axis: str, dim: int, saved: tuple, dz: Array) -> tuple:
         mine = lax.dynamic_slice_in_dim(x, j * rows, rows, dim)
         return dx, dw + _outer(mine, chunk)
 
-    dx, dw = _around(axis, dz, work, (_like(jnp.zeros_like(x), x), _accumulator(weight)))
+    dx, dw = _around(axis, dz, work, (_like(lax.empty(x.shape, x.dtype), x), _accumulator(weight)))
     return dx, dw.astype(weight.dtype)
 
 
@@ -230,9 +231,9 @@ def _accumulator(weight: Array) -> Array:
     return _like(jnp.zeros(weight.shape, wide), weight)
 
 
-def _like(zeros: Array, x: Array) -> Array:
-    """Zeros that vary over the axes that `x` varies over."""
-    return join_axes([zeros, x])[0]
+def _like(new: Array, x: Array) -> Array:
+    """A new array as one that varies over the axes that `x` varies over."""
+    return join_axes([new, x])[0]
 
 
 # ---- what is refused -----------------------------------------------------------------------------

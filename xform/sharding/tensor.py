@@ -173,6 +173,35 @@ class TensorParallel:
         with declare("tensor.embed", *self.axes):
             return self.leave(rows)
 
+    def head_columns(self, weight: Float[Array, "M _"], heads: int) -> Float[Array, "M _"]:
+        """Returns this device's columns of a matrix of heads, of which there may be few.
+
+        With as many heads as devices or more, they are split over the axis, and this does nothing.
+        With fewer, as of keys and values, all devices have the whole matrix, and those with query
+        heads of one group take the columns of the same head; its gradient is their sum.
+
+        Args:
+          weight: This device's columns, or the whole matrix where there are fewer heads.
+          heads: Their number, of which one of `heads` and the number of devices divides the other.
+
+        Raises:
+          ValueError: Neither does, or the columns are no multiple of `heads`.
+        """
+        n = 1 if self.axis is None else lax.axis_size(self.axis)
+        if heads % n == 0:
+            return weight
+        if n % heads or weight.shape[1] % heads:
+            raise ValueError(
+                f"`head_columns`: {heads} heads, {weight.shape[1]} columns and {self.axis}={n}; "
+                "needed are heads that divide the columns, and that divide the devices or are a "
+                "multiple of them."
+            )
+        size, axis = weight.shape[1] // heads, self.axis
+        first = lax.axis_index(axis) * heads // n * size
+        with declare("tensor.head_columns", *self.axes):
+            own = weight if axis in varying_axes(weight) else lax.pcast(weight, axis, to="varying")
+            return lax.dynamic_slice_in_dim(own, first, size, 1)
+
     def _varying(self, name: str, x: Array) -> str:
         assert self.axis is not None
         if self.axis not in varying_axes(x):

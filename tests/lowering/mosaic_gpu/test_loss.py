@@ -15,11 +15,14 @@ import pytest
 from tests.oracle import assert_as_right_as
 from xform import linear_cross_entropy
 from xform._compat import found_races
+from xform._hlo import lower_for
 from xform.lowering import chunked
 from xform.lowering._loss_fn import IGNORED, Chunks, CrossEntropy, LossSpec
 from xform.lowering._tile_fn import Jvp, Transpose
 from xform.lowering.mosaic_gpu import _loss
 from xform.lowering.mosaic_gpu import _plgpu as plgpu
+from xform.primitives import cross_entropy
+from xform.primitives._choose import Device
 
 ROOT = Path(__file__).parents[3]
 OPTIONS = {
@@ -175,3 +178,22 @@ def test_by_name_it_runs_or_says_all_that_is_in_the_way():
     labels = jnp.zeros(8, jnp.int32)
     with pytest.raises(NotImplementedError, match="the program is for cpu"):
         linear_cross_entropy(h, w, labels, implementation="mosaic_gpu")
+
+
+@pytest.mark.parametrize(
+    ("tokens", "here", "kernels"),
+    [
+        # Away from one, hidden states have their gradient from the chunked form, with the loss.
+        (8, Device("cuda", "9.0"), (1, 5)),
+        (8, Device("cpu"), (1, 2)),
+        (9, Device("cuda", "9.0"), (0, 0)),
+    ],
+    ids=["on a Hopper", "for one", "a length that does not fit"],
+)
+def test_kernels_are_chosen_where_they_fit(tokens, here, kernels, monkeypatch):
+    monkeypatch.setattr(cross_entropy, "default_device", lambda: here)
+    h, w = jnp.ones((tokens, 64), jnp.bfloat16), jnp.ones((64, 64), jnp.bfloat16)
+    labels = jnp.zeros(tokens, jnp.int32)
+    loss = lambda h, w: linear_cross_entropy(h, w, labels)[0].mean()
+    for f, count in zip((loss, jax.grad(loss, argnums=(0, 1))), kernels, strict=True):
+        assert lower_for("H200", f, h, w).as_text().count("@mosaic_gpu") == count

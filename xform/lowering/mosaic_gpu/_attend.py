@@ -232,25 +232,46 @@ def steps(
         return ()
     b = batch if "b" in spec.mask_dims else 1
     h = heads if "h" in spec.mask_dims else 1
-
-    def build(context):
-        kinds = lambda b, h: block_map(
-            spec.mask, context, b=b, h=h,
-            q_len=q_len, kv_len=kv_len, q_tile=tiles.rows, kv_tile=tiles.cols,
-        )  # fmt: skip
-        units = jax.vmap(jax.vmap(kinds, (None, 0)), (0, None))
-        kinds = units(
-            *(x + jnp.arange(n, dtype=jnp.int32) for x, n in zip(origin, (b, h), strict=True))
-        )
-        if not tiles.by_keys:
-            return _compact(kinds)
-        return walks(_by_keys(kinds, heads, kv_heads), in_turns=spec.deterministic)
-
+    build = functools.partial(
+        _steps, spec, block_map, (b, h), (heads, kv_heads), (q_len, kv_len), tiles
+    )
     count = b * h * -(-q_len // tiles.rows) * -(-kv_len // tiles.cols)
     if context or count > _CONSTANT or any(isinstance(x, jax.Array) for x in origin):
-        return build(context)
-    with jax.ensure_compile_time_eval():  # as one program: its operations are many and small
-        return tuple(np.asarray(x) for x in jax.jit(build)(()))
+        return build(context, origin)
+    return _constant(build.func, build.args, tuple(origin))
+
+
+def _steps(spec: Spec, block_map, units, heads, lengths, tiles: Tiles, context, origin):
+    """`steps` of `units` batch entries and heads, from `origin` on."""
+    kinds = lambda b, h: block_map(
+        spec.mask, context, b=b, h=h,
+        q_len=lengths[0], kv_len=lengths[1], q_tile=tiles.rows, kv_tile=tiles.cols,
+    )  # fmt: skip
+    each = [x + jnp.arange(n, dtype=jnp.int32) for x, n in zip(origin, units, strict=True)]
+    kinds = jax.vmap(jax.vmap(kinds, (None, 0)), (0, None))(*each)
+    if not tiles.by_keys:
+        return _compact(kinds)
+    return walks(_by_keys(kinds, *heads), in_turns=spec.deterministic)
+
+
+@functools.lru_cache(maxsize=256)
+def _constant(build: Callable, args: tuple, origin: tuple) -> tuple[np.ndarray, ...]:
+    """The steps of a mask that reads no array, as numbers.
+
+    Compiled apart from what is being traced, and as one program, since its operations are many and
+    small; and once, since every layer and every trace asks for the same.
+    """
+    with jax.default_device(_host()):
+        program = jax.jit(functools.partial(build, *args, (), origin)).lower().compile()
+    return tuple(np.asarray(x) for x in program())
+
+
+def _host() -> jax.Device | None:
+    """A CPU, which compiles small programs many times faster than a GPU; None if JAX has none."""
+    try:
+        return jax.local_devices(backend="cpu")[0]
+    except RuntimeError:  # `JAX_PLATFORMS=cuda`
+        return None
 
 
 def _by_keys(kinds, heads: int, kv_heads: int):
