@@ -81,7 +81,7 @@ def test_what_a_table_says():
     assert (schedule.ranks, schedule.stages, schedule.microbatches) == (2, 4, 1)
     assert schedule.rank_of == (0, 1, 1, 0)
     assert schedule.stages_of == ((0, 3), (1, 2))
-    assert Schedule([["5F0"]]).rank_of == (None, None, None, None, None, 0)
+    assert Schedule([["5F0"]]).rank_of == (-1, -1, -1, -1, -1, 0)
     assert Schedule([]).stages == Schedule([[]]).microbatches == 0
 
 

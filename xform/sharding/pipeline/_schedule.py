@@ -109,19 +109,19 @@ class Schedule:
         return 1 + max((action.microbatch for _, _, action in self.actions()), default=-1)
 
     @cached_property
-    def rank_of(self) -> tuple[int | None, ...]:
-        """The rank that owns each stage: that of most of its actions; None where it has none."""
+    def rank_of(self) -> tuple[int, ...]:
+        """The rank that owns each stage: that of most of its actions; -1 where it has none."""
         seen = Counter((action.stage, rank) for rank, _, action in self.actions())
         owners = ((stage, seen[stage, rank], -rank) for stage, rank in seen)
         found = {stage: -rank for stage, _, rank in sorted(owners)}
-        return tuple(found.get(stage) for stage in range(self.stages))
+        return tuple(found.get(stage, -1) for stage in range(self.stages))
 
     @cached_property
     def stages_of(self) -> tuple[tuple[int, ...], ...]:
         """The stages that each rank owns, its chunks, from the input on."""
         owned = [[] for _ in self.rows]
         for stage, rank in enumerate(self.rank_of):
-            if rank is not None:
+            if rank >= 0:
                 owned[rank].append(stage)
         return tuple(map(tuple, owned))
 

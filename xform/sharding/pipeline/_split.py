@@ -22,7 +22,16 @@ from xform._compat import Jaxpr, jaxpr_as_fun, varying_axes
 from xform.jaxpr._interpret import run_body
 from xform.jaxpr._rewrite import rewrite
 from xform.jaxpr._walk import UNKNOWN, source_line
-from xform.sharding.pipeline._divide import Node, Slot, divide, inputs, is_name, moving_names, read, run
+from xform.sharding.pipeline._divide import (
+    Node,
+    Slot,
+    divide,
+    inputs,
+    is_name,
+    moving_names,
+    read,
+    run,
+)
 
 # Equations that only call: their bodies are looked into.
 _CALLS = (
@@ -38,18 +47,21 @@ class Crossing:
     """A value that I makes and W reads.
 
     Attributes:
-      shape, dtype: what it is.
+      type: shape, dtype, and the mesh axes over which it varies.
       line: the user's line that made it.
     """
 
-    shape: tuple[int, ...]
-    dtype: Any
+    type: Any
     line: str
 
     @property
     def bytes(self) -> int:
         """How many it takes."""
-        return int(jnp.dtype(self.dtype).itemsize * jnp.prod(jnp.array(self.shape, int)))
+        return self.type.size * self.type.dtype.itemsize
+
+    def __str__(self):
+        shape = ",".join(map(str, self.type.shape))
+        return f"{self.type.dtype.name}[{shape}] {self.line}"
 
 
 def split(stage: Callable, weights, x, *given) -> Split:
@@ -64,12 +76,10 @@ def split(stage: Callable, weights, x, *given) -> Split:
     Raises:
       TypeError: `x` or `y` have leaves that are not floats.
 
-    >>> import jax
-    >>> passes = split(lambda w, x: jax.numpy.tanh(x @ w), jax.numpy.ones((4, 4)), jax.numpy.ones((2, 4)))
-    >>> print(passes)
-    keeps 2 arrays from F to B, of which W reads 1; 1 crosses from I to W
+    >>> print(split(lambda w, x: jnp.tanh(x @ w), jnp.ones((4, 4)), jnp.ones((2, 4))))
+    keeps 2 arrays from F to B, of which W reads 1; 1 cross from I to W
       float32[2,4] ...
-    I: 3 equations, 1 of them matrix products; W: 2, 1
+    I: 2 equations, 1 of them matrix products; W: 2 equations, 1 of them matrix products
     """
     return Split(stage, weights, x, *given)
 
@@ -81,12 +91,17 @@ class Split:
       keeps: types of what a stage keeps from F to B.
       late: which of these W reads; the others end with I.
       crossing: what goes from I to W beside.
+      y_tree, y_types: the tree and the types of the leaves of what the stage returns.
     """
 
     def __init__(self, stage: Callable, weights, x, *given):
+        self.y_tree: Any = None
+        self.y_types: list[Any] = []
+        self._x_tree: Any = None
+        self._pullback: Any = None
         leaves, self._tree = jax.tree.flatten(weights)
         self._floats = [jnp.issubdtype(leaf.dtype, jnp.inexact) for leaf in leaves]
-        _check_floats("x", x)
+        check_floats("x", x)
         self._trace_forward(stage, leaves, x, given)
         self._trace_backward(leaves, given)
 
@@ -95,17 +110,17 @@ class Split:
             floats, rest = self._part(leaves)
             apply = lambda floats, x: stage(self._join(floats, rest), x, *given)
             y, pullback = jax.vjp(apply, floats, x)
-            _check_floats("y", y)
-            self._y_tree = jax.tree.structure(y)
+            check_floats("y", y)
+            self.y_tree = jax.tree.structure(y)
             residuals, self._pullback = jax.tree.flatten(pullback)
             return jax.tree.leaves(y), residuals
 
         args = (leaves, given, x)
         self._f = _inlined(jax.make_jaxpr(forward)(*args))
         varies = _flags(*args, varies=(False, False, True))
-        n = self._y_tree.num_leaves
+        n = self.y_tree.num_leaves
         y, self._residuals = self._f.outvars[:n], self._f.outvars[n:]
-        self._y_types = [v.aval for v in y]
+        self.y_types = [v.aval for v in y]
         sources = _cast_from(self._f)
         self._sources = {v: sources.get(v, v) for v in self._residuals if is_name(v)}
         moving = moving_names(self._f, varies)
@@ -122,19 +137,20 @@ class Split:
             env.update(zip(self._kept, kept, strict=True))
             run(self._again, env)
             residuals = [
-                _cast(env[self._sources[v]], v) if is_name(v) else v.val for v in self._residuals
+                _cast(env[self._sources[v]], v) if is_name(v) else read(v, env)
+                for v in self._residuals
             ]
             pullback = jax.tree.unflatten(self._pullback, residuals)
-            floats, dx = pullback(jax.tree.unflatten(self._y_tree, g))
+            floats, dx = pullback(jax.tree.unflatten(self.y_tree, g))
             self._x_tree = jax.tree.structure(dx)
             return jax.tree.leaves(dx), floats
 
-        args = (leaves, given, self.keeps, self._y_types)
+        args = (leaves, given, self.keeps, self.y_types)
         self._b = _inlined(jax.make_jaxpr(backward)(*args))
         varies = _flags(*args, varies=(False, False, True, True))
         n = self._x_tree.num_leaves
         self._dx, self._dw = self._b.outvars[:n], self._b.outvars[n:]
-        n = len(self._b.invars) - len(self._y_types)
+        n = len(self._b.invars) - len(self.y_types)
         kept_in, g_in = self._b.invars[n - len(self._kept) : n], self._b.invars[n:]
         parts = divide(self._b, self._dx, self._dw, varies, carried=g_in)
         self._head, self._tail = parts.head, parts.tail
@@ -145,14 +161,26 @@ class Split:
         self._cross = [v for v in parts.crossing if v in reads]
         self._late_in = [v for v in kept_in if v in reads]
         self.late = [v in reads for v in kept_in]
-        self.crossing = [_crossing(parts.head, v) for v in self._cross]
+        lines = [_line(parts.head, v) for v in self._cross]
+        types = jax.make_jaxpr(self._crossing)(*args).out_avals
+        self.crossing = [Crossing(*pair) for pair in zip(types, lines, strict=True)]
+
+    @property
+    def programs(self) -> tuple[Jaxpr, Jaxpr]:
+        """The forward and the backward pass."""
+        return self._f, self._b
+
+    def _crossing(self, *args) -> list:
+        env = inputs(self._b, jax.tree.leaves(args))
+        run(self._head, env)
+        return [env[v] for v in self._cross]
 
     def forward(self, weights, x, *given) -> tuple[Any, list]:
         """Returns `y`, and what to keep for the backward pass."""
         env = inputs(self._f, jax.tree.leaves((weights, given, x)))
         run(self._forward, env)
-        y = [read(v, env) for v in self._f.outvars[: len(self._y_types)]]
-        return jax.tree.unflatten(self._y_tree, y), [env[v] for v in self._kept]
+        y = [_array(v, env) for v in self._f.outvars[: len(self.y_types)]]
+        return jax.tree.unflatten(self.y_tree, y), [env[v] for v in self._kept]
 
     def backward(self, weights, kept: Sequence, g, *given) -> tuple[Any, Any]:
         """Returns the gradients of `x` and of the weights, given that of `y`."""
@@ -166,25 +194,23 @@ class Split:
         leaves = jax.tree.leaves
         env = inputs(self._b, [*leaves((weights, given)), *kept, *leaves(g)])
         run(self._head, env)
-        crossing = [read(v, env) for v in self._cross]
-        early = [read(v, env) if now else None for v, now in zip(self._dw, self._early, strict=True)]
-        dx = jax.tree.unflatten(self._x_tree, [read(v, env) for v in self._dx])
+        crossing = [env[v] for v in self._cross]
+        pairs = zip(self._dw, self._early, strict=True)
+        early = [_array(v, env) if now else None for v, now in pairs]
+        dx = jax.tree.unflatten(self._x_tree, [_array(v, env) for v in self._dx])
         return dx, crossing, self._gradients(early)
 
     def weight_gradient(self, weights, late: Sequence, crossing: Sequence, *given) -> Any:
         """Returns the other gradients of weights; `late` is what W reads of what was kept."""
-        nothing = [None] * (len(self._kept) + len(self._y_types))
+        nothing = [None] * (len(self._kept) + len(self.y_types))
         env = inputs(self._b, [*jax.tree.leaves((weights, given)), *nothing])
         env.update(zip([*self._late_in, *self._cross], [*late, *crossing], strict=True))
         run(self._tail, env)
         pairs = zip(self._dw, self._early, strict=True)
-        return self._gradients([None if now else read(v, env) for v, now in pairs])
+        return self._gradients([None if now else _array(v, env) for v, now in pairs])
 
     def __str__(self):
-        crossing = "".join(
-            f"\n  {jnp.dtype(c.dtype).name}[{','.join(map(str, c.shape))}] {c.line}"
-            for c in self.crossing
-        )
+        crossing = "".join(f"\n  {crossing}" for crossing in self.crossing)
         return (
             f"keeps {len(self.keeps)} arrays from F to B, of which W reads {sum(self.late)}; "
             f"{len(self.crossing)} cross from I to W{crossing}\n"
@@ -196,14 +222,15 @@ class Split:
         return [x for x, is_float in both if is_float], [x for x, is_float in both if not is_float]
 
     def _join(self, floats: Sequence, rest: Sequence) -> Any:
-        floats, rest = iter(floats), iter(rest)
-        return jax.tree.unflatten(self._tree, [next(floats if f else rest) for f in self._floats])
+        these, those = iter(floats), iter(rest)
+        return jax.tree.unflatten(self._tree, [next(these if f else those) for f in self._floats])
 
     def _gradients(self, floats: Sequence) -> Any:
         return self._join(floats, [None] * (len(self._floats) - len(floats)))
 
 
-def _check_floats(name: str, tree) -> None:
+def check_floats(name: str, tree) -> None:
+    """Raises unless all leaves are floats."""
     wrong = [str(leaf.dtype) for leaf in jax.tree.leaves(tree) if not _is_float(leaf)]
     if wrong:
         raise TypeError(
@@ -236,6 +263,10 @@ def _cast_from(jaxpr: Jaxpr) -> dict[Any, Any]:
     return sources
 
 
+def _array(atom: Any, env: dict) -> Any:
+    return _cast(jnp.asarray(read(atom, env)), atom)
+
+
 def _cast(value, like) -> Any:
     if not hasattr(value, "dtype"):
         return value
@@ -243,11 +274,10 @@ def _cast(value, like) -> Any:
     return lax.pcast(value, missing, to="varying") if missing else value
 
 
-def _crossing(nodes: Sequence[Node], name) -> Crossing:
-    aval, eqn = name.aval, next((node.eqn for node in nodes if name in node.outs), None)
-    if isinstance(name, Slot):
-        eqn = name.eqn or eqn
-    return Crossing(aval.shape, aval.dtype, source_line(eqn) if eqn is not None else UNKNOWN)
+def _line(nodes: Sequence[Node], name) -> str:
+    eqn = next((node.eqn for node in nodes if name in node.outs), None)
+    eqn = name.eqn or eqn if isinstance(name, Slot) else eqn
+    return source_line(eqn) if eqn is not None else UNKNOWN
 
 
 def _count(nodes: Sequence[Node]) -> str:

@@ -28,12 +28,13 @@ def is_split(schedule: Schedule) -> bool:
     return any(action.kind == "I" for _, _, action in schedule.actions())
 
 
-def ticks(schedule: Schedule, times: Times = UNIT) -> list[Tick]:
+def ticks(schedule: Schedule, times: Times = UNIT, *, split: bool | None = None) -> list[Tick]:
     """Returns, for each tick, the actions of each rank; the schedule must be legal.
 
     Args:
       schedule: the schedule.
       times: what actions take, by which the shorter way to fill ticks is found.
+      split: whether a B takes the slots of I and of W; where None, if the schedule has an I.
 
     >>> from xform.sharding.pipeline import one_f_one_b
     >>> for tick in ticks(one_f_one_b(2, 2)):
@@ -44,7 +45,10 @@ def ticks(schedule: Schedule, times: Times = UNIT) -> list[Tick]:
     ['0B1', '']
     """
     schedule = schedule.without_messages()
-    return min((_fill(schedule, most) for most in (3, 1)), key=lambda t: sum(lengths(t, times)))
+    slots = _PARTS if (is_split(schedule) if split is None else split) else _WHOLE
+    return min(
+        (_fill(schedule, slots, most) for most in (3, 1)), key=lambda t: sum(lengths(t, times))
+    )
 
 
 def lengths(filled: list[Tick], times: Times) -> list[float]:
@@ -52,9 +56,9 @@ def lengths(filled: list[Tick], times: Times) -> list[float]:
     return [max(sum(map(times.of, cell)) for cell in tick) + times.send for tick in filled]
 
 
-def _fill(schedule: Schedule, most: int) -> list[Tick]:
+def _fill(schedule: Schedule, slots: dict[str, tuple[int, ...]], most: int) -> list[Tick]:
     """The ticks, with at most so many actions of a rank in each."""
-    order, slots = Order(schedule), _PARTS if is_split(schedule) else _WHOLE
+    order = Order(schedule)
     rows = [[action for cell in row for action in cell] for row in schedule.rows]
     done: dict[Action, tuple[int, int]] = {}  # the tick and the rank
     next_action = [0] * schedule.ranks

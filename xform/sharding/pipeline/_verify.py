@@ -200,7 +200,7 @@ def _few(counts: Counter[int]) -> set[int]:
 
 def _whole_or_parts(schedule: Schedule, where: dict, stage: int, m: int) -> Iterator[Problem]:
     """F, and either B or both I and W."""
-    owner = schedule.rank_of[stage]
+    owner = schedule.rank_of[stage] if schedule.rank_of[stage] >= 0 else None
     has = {kind: Action(kind, stage, m) for kind in "FBIW" if Action(kind, stage, m) in where}
     missing = lambda kind, why: Problem(owner, None, Action(kind, stage, m), f"is missing{why}")
     if "F" not in has:
