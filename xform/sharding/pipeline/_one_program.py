@@ -7,28 +7,28 @@ that costs, `simulate(schedule, times, lockstep=True)` says.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from xform._compat import varying_axes
-from xform.jaxpr._walk import walk
+from xform.sharding.pipeline._model import (
+    AXIS,
+    check_sizes,
+    full_specs,
+    model_of,
+    of_floats,
+    reduced,
+)
 from xform.sharding.pipeline._schedule import Schedule
-from xform.sharding.pipeline._split import Split, check_floats
 from xform.sharding.pipeline._table import Room, Table, fits, table
-from xform.sharding.pipeline._tick import Model, is_float, start, tick, vary, zeros
+from xform.sharding.pipeline._tick import start, tick
 from xform.sharding.pipeline._times import UNIT, Times
-
-AXIS = "pp"
-# What names the axis and waits for nobody.
-_LOCAL = {"axis_index", "pvary", "pcast", "preduced"}
 
 
 def one_program(
@@ -119,11 +119,11 @@ class OneProgram:
         """The program for a call, made if there is none yet, and its operands."""
         split = None if self.room is None else self.room.cross > 0
         made = table(schedule, self.times, split=split)
-        _check_sizes(made.schedule, self.mesh, trees[0], trees[2])
+        check_sizes(made.schedule, self.mesh, trees[0], trees[2])
         room = self.room or replace(made.room, ticks=_rounded(made.room.ticks))
         if short := fits(room, made.room):
             raise ValueError(f"the schedule does not fit the `room` given: {'; '.join(short)}.")
-        floats = [_of_floats(tree) for tree in trees[:2]]
+        floats = [of_floats(tree) for tree in trees[:2]]
         chunks = len(made.schedule.stages_of[0])
         key = room, made.x_ways, chunks, jax.tree.structure((trees, floats))
         if key not in self._programs:
@@ -140,15 +140,13 @@ class OneProgram:
 
         def local(numbers, weights, shared, batch):
             self.traced += 1
-            model, loss = _model(self.functions, weights, shared, batch, room.cross > 0)
-            state = start(model, room) | {"loss": loss}
+            model = model_of(self.functions, weights, shared, batch, split=room.cross > 0)
             turn = lambda state, row: (tick(model, state, row[0], send), None)
-            state, _ = lax.scan(turn, state, numbers)
-            grads = state["weights"], state["shared"]
-            grads = jax.tree.map(_reduced, grads, _of_floats((weights, shared)))
-            return lax.psum(state["loss"], AXIS), grads
+            (_, sums), _ = lax.scan(turn, start(model, room), numbers)
+            grads = reduced(sums["weights"], weights), reduced(sums["shared"], shared)
+            return lax.psum(sums["loss"], AXIS), grads
 
-        specs = [_full(spec, tree) for spec, tree in zip(self.specs, floats, strict=False)]
+        specs = [full_specs(spec, tree) for spec, tree in zip(self.specs, floats, strict=False)]
         return jax.shard_map(
             local,
             mesh=self.mesh,
@@ -183,35 +181,6 @@ def by_stage(ranks, schedule: Schedule):
     return jax.tree.map(lambda x: x[order], ranks)
 
 
-def _model(functions, weights, shared, batch, split: bool) -> tuple[Model, Any]:
-    """What is known of the model inside the mesh, and a loss of zero."""
-    stage, first, last = functions
-    along = frozenset({AXIS})
-    shared, batch = vary(shared, along), vary(batch, along)
-    given = jax.tree.map(lambda b: b[0], batch)
-    begin = lambda shared, given: vary(first(shared, given), along)
-    program, shapes = jax.make_jaxpr(begin, return_shape=True)(shared, given)
-    _check_collectives("first", program)
-    x, x_tree = program.out_avals, jax.tree.structure(shapes)
-    check_floats("first", x)
-    # Gradients are summed once, at the end, over the axes that split the batch.
-    data = along.union(*map(varying_axes, jax.tree.leaves(batch)))
-    floats = lambda tree: jax.tree.map(lambda w: vary(w, data) if is_float(w) else w, tree)
-    weights, shared = floats(weights), floats(shared)
-    passes = Split(stage, jax.tree.map(lambda w: w[0], weights), _tree(x_tree, x), given)
-    _check_types(x_tree, x, passes)
-    for program in passes.programs:
-        _check_collectives("stage", program)
-    loss = jax.make_jaxpr(last)(shared, _tree(x_tree, x), given)
-    _check_collectives("last", loss)
-    model = Model(first, last, passes, x, x_tree, weights, shared, batch, split)
-    return model, zeros(_check_loss(loss.out_avals))
-
-
-def _tree(tree, leaves) -> Any:
-    return jax.tree.unflatten(tree, leaves)
-
-
 def _moved(values: list, way: str, ranks: int, ring: bool) -> list:
     """What arrives from the neighbour on one side; from the last to the first only in a ring."""
     if way == "here":
@@ -222,87 +191,7 @@ def _moved(values: list, way: str, ranks: int, ring: bool) -> list:
     return [lax.ppermute(value, AXIS, pairs) for value in values]
 
 
-def _reduced(gradient, like):
-    """The sum over the axes along which the gradients of one array differ."""
-    axes = tuple(sorted(varying_axes(gradient) - varying_axes(like)))
-    return lax.psum(gradient, axes) if axes else gradient
-
-
-def _of_floats(tree) -> Any:
-    """The tree of floats alone, which is that of gradients."""
-    return jax.tree.map(lambda x: x if is_float(x) else None, tree)
-
-
-def _full(specs, tree) -> Any:
-    """A spec for each leaf that has a gradient."""
-    is_spec = lambda x: isinstance(x, P)
-    of = lambda spec, part: jax.tree.map(lambda _: spec, part)
-    return jax.tree.map(of, specs, tree, is_leaf=is_spec)
-
-
 def _rounded(count: int) -> int:
     """The next number of three binary digits and zeros: few programs serve many lengths."""
     unit = 1 << max(0, count.bit_length() - 3)
     return -(-count // unit) * unit
-
-
-def _check_sizes(schedule: Schedule, mesh: Mesh, weights, batch) -> None:
-    wrong = []
-    if schedule.ranks != mesh.shape[AXIS]:
-        wrong.append(f"the mesh has {AXIS}={mesh.shape[AXIS]}, the schedule {schedule.ranks} ranks")
-    for name, tree, count, of in (
-        ("weights", weights, schedule.stages, "stages"),
-        ("batch", batch, schedule.microbatches, "microbatches"),
-    ):
-        found = {jnp.shape(leaf)[:1] for leaf in jax.tree.leaves(tree)}
-        if found - {(count,)}:
-            first = ", ".join(str(shape[0]) if shape else "none" for shape in sorted(found))
-            wrong.append(f"the first dims of `{name}` are {first}, the schedule has {count} {of}")
-    if wrong:
-        raise ValueError(f"`one_program`: {'; '.join(wrong)}.")
-
-
-def _check_types(x_tree, x, passes: Split) -> None:
-    """The next stage must be able to take what a stage gives."""
-    show = lambda tree, types: f"{_tree(tree, [t.str_short() for t in types])}"
-    found = [(t.shape, t.dtype, varying_axes(t)) for t in passes.y_types]
-    if passes.y_tree != x_tree or found != [(t.shape, t.dtype, varying_axes(t)) for t in x]:
-        raise TypeError(
-            f"`stage` is given {show(x_tree, x)} and returns "
-            f"{show(passes.y_tree, passes.y_types)}, which the next stage can't take. Where a mesh "
-            "axis is there too many (V:), end the stage with its `psum`, or have `first` return "
-            "what differs along it: casting it between stages would count gradients once for each "
-            "device of that axis."
-        )
-
-
-def _check_collectives(name: str, program) -> None:
-    """No collective over the pipeline: ranks are in different branches, so that it would hang."""
-    found = []
-    for site in walk(program):
-        params = site.eqn.params
-        axes = params.get("axes", params.get("axis_name", ()))
-        axes = axes if isinstance(axes, tuple | list | frozenset | set) else (axes,)
-        if AXIS in axes and site.eqn.primitive.name not in _LOCAL:
-            found.append(f"`{site.eqn.primitive.name}` at {site.line}")
-    if found:
-        raise ValueError(
-            f"`{name}` uses a collective over `{AXIS}`: {', '.join(found)}. Ranks run different "
-            "actions at a time, so that it would wait for ever; what stages share travels in x, "
-            "or comes with the batch."
-        )
-
-
-def _check_loss(types: Sequence[Any]) -> Any:
-    """The type of the sum of losses."""
-    if [t.shape for t in types] != [()] or not is_float(types[0]):
-        raise TypeError(
-            f"`last` must return a number, the loss of a microbatch; found "
-            f"{', '.join(t.str_short() for t in types)}."
-        )
-    if more := sorted(varying_axes(types[0]) - {AXIS}):
-        raise ValueError(
-            f"the loss that `last` returns differs along {', '.join(more)}: reduce it there, "
-            f"say by `jax.lax.psum(loss, {tuple(more)})` of shares that add up."
-        )
-    return types[0]

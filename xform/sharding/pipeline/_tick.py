@@ -1,6 +1,6 @@
 """What one program does in a tick: three slots, each behind a branch, and messages between them.
 
-Everything varies over the pipeline's axis, so that ranks may take different branches; collectives
+Ranks may take different branches, since their predicates vary over the pipeline's axis; collectives
 over other axes may stand inside them, since all members of such a group take the same one. A
 branch gets the slot of a buffer and gives the new one back, so that an idle one costs no memory.
 """
@@ -8,283 +8,134 @@ branch gets the slot of a buffer and gives the new one back, so that an idle one
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 
-from xform._compat import varying_axes
-from xform.sharding.pipeline._split import Split
+from xform.sharding.pipeline._model import Model, at, zeros
 from xform.sharding.pipeline._table import COLUMNS, Room
 
-
-@dataclass(frozen=True)
-class Model:
-    """What the user wrote, and what is known of it inside the mesh.
-
-    Attributes:
-      first, last: the functions at the ends.
-      passes: the passes of a stage.
-      x: types of the leaves of what travels.
-      x_tree: their tree.
-      weights: this rank's, a leading dim for its chunks.
-      shared: what the ends read.
-      batch: all microbatches, a leading dim for them.
-      split: whether backward passes are made in parts.
-    """
-
-    first: Callable
-    last: Callable
-    passes: Split
-    x: Sequence
-    x_tree: Any
-    weights: Any
-    shared: Any
-    batch: Any
-    split: bool
-
-    def chunk(self, index) -> Any:
-        """The weights of one stage of this rank."""
-        return jax.tree.map(lambda w: _at(w, index), self.weights)
-
-    def microbatch(self, index) -> Any:
-        """One microbatch."""
-        return jax.tree.map(lambda b: _at(b, index), self.batch)
+type State = tuple[dict[str, list], dict[str, Any]]
 
 
-def start(model: Model, room: Room) -> dict[str, Any]:
-    """The state before the first tick: empty buffers, gradients of zero."""
-    buffer = lambda count, types: [zeros(t, count) for t in types]
-    early, late = _early_late(model)
-    crossing = model.passes.crossing if model.split else []
-    return {
-        "x": buffer(room.x, model.x),
-        "g": buffer(room.g, model.x),
-        "early": buffer(room.early, early),
-        "late": buffer(room.late, late),
-        "cross": buffer(room.cross, [c.type for c in crossing]),
-        "weights": jax.tree.map(_accumulator, model.weights),
-        "shared": jax.tree.map(_accumulator, model.shared),
+def start(model: Model, room: Room) -> State:
+    """Empty buffers, and sums of zero."""
+    early, late = model.keeps
+    types = {"x": model.x, "g": model.x, "early": early, "late": late, "cross": model.crosses}
+    buffers = {
+        name: [zeros(t, getattr(room, name)) for t in of_buffer]
+        for name, of_buffer in types.items()
     }
+    return buffers, model.sums()
 
 
-def tick(model: Model, state: dict[str, Any], numbers, send: Callable) -> dict[str, Any]:
+def tick(model: Model, state: State, numbers, send: Callable) -> State:
     """The state after a tick.
 
     Args:
       model: the model.
-      state: buffers, gradients and the loss.
+      state: buffers, and sums of gradients and losses.
       numbers: this rank's row of the table.
       send: of arrays and the name of what they are, what arrives each way.
     """
     now: dict[str, Any] = dict(zip(COLUMNS, numbers, strict=True))
-    state = dict(state)
-    y = _forward(model, state, now)
+    buffers, sums = dict(state[0]), state[1]
+    y = _forward(model, buffers, now)
     arrived = {"x": send(y, "x")}  # beneath the backward pass
-    dx = _backward(model, state, now)
+    dx, sums = _backward(model, buffers, now, sums)
     arrived["g"] = send(dx, "g")  # beneath the weight gradient
     if model.split:
-        _weight_gradient(model, state, now)
+        sums = _weight_gradient(model, buffers, now, sums)
     for what, ways in arrived.items():
         for way, values in ways.items():
-            _put(state, what, now[f"{what}_{way}_to"], values, now[f"{what}_{way}"])
-    return state
+            _put(buffers, what, now[f"{what}_{way}_to"], values, now[f"{what}_{way}"])
+    return buffers, sums
 
 
-def _forward(model: Model, state: dict[str, Any], now: dict[str, Any]) -> list:
+def _forward(model: Model, buffers: dict[str, list], now: dict[str, Any]) -> list:
     """Slot F."""
-    given = model.microbatch(now["f_batch"])
-    waiting = _get(state, "x", now["f_x"])
-
-    def begin(_):
-        return _as(jax.tree.leaves(model.first(model.shared, given)), model.x)
-
-    x = lax.cond(_both(now["f"], now["f_first"]), begin, lambda x: x, waiting)
-    kept = _get(state, "early", now["f_early"]), _get(state, "late", now["f_late"])
-
-    def work(x, kept):
-        x = jax.tree.unflatten(model.x_tree, x)
-        y, keep = model.passes.forward(model.chunk(now["f_chunk"]), x, given)
-        return jax.tree.leaves(y), _sorted(model, keep)
-
-    idle = lambda x, kept: ([zeros(t) for t in model.x], kept)
-    y, (early, late) = lax.cond(now["f"] > 0, work, idle, x, kept)
-    _put(state, "early", now["f_early"], early)
-    _put(state, "late", now["f_late"], late)
+    m = now["f_batch"]
+    waiting = _get(buffers, "x", now["f_x"])
+    begins = now["f"] * now["f_first"] > 0
+    x = lax.cond(begins, lambda _: model.begin(m), lambda x: x, waiting)
+    kept = _get(buffers, "early", now["f_early"]), _get(buffers, "late", now["f_late"])
+    y, (early, late) = lax.cond(
+        now["f"] > 0,
+        lambda x, _: model.forward(now["f_chunk"], m, x),
+        lambda _, kept: ([zeros(t) for t in model.x], kept),
+        x,
+        kept,
+    )
+    _put(buffers, "early", now["f_early"], early)
+    _put(buffers, "late", now["f_late"], late)
     # The last stage's output waits where others await their cotangent, for the loss.
-    _put(state, "g", now["f_g"], y, now["f"] * now["f_last"])
+    _put(buffers, "g", now["f_g"], y, now["f"] * now["f_last"])
     return y
 
 
-def _backward(model: Model, state: dict[str, Any], now: dict[str, Any]) -> list:
+def _backward(
+    model: Model, buffers: dict[str, list], now: dict[str, Any], sums: dict[str, Any]
+) -> tuple[list, dict[str, Any]]:
     """Slot B or I, with the loss before it on the last stage, and the model's begin after it."""
-    given = model.microbatch(now["i_batch"])
+    m = now["i_batch"]
+    waiting = _get(buffers, "g", now["i_g"])
+    # A branch is given no sum that it does not add to: what passes through one may be copied.
+    g, sums = _when(
+        now["i"] * now["i_last"],
+        lambda y, sums: model.end(m, y, sums),
+        lambda y, sums: (y, sums),
+        waiting, sums, ("shared", "loss"),
+    )  # fmt: skip
+    kept = _get(buffers, "early", now["i_early"]), _get(buffers, "late", now["i_late"])
+    crossing = _get(buffers, "cross", now["i_cross"])
 
-    def end(y, shared, loss):
-        of = lambda shared, y: model.last(shared, jax.tree.unflatten(model.x_tree, y), given)
-        value, (d_shared, g) = _value_and_grad(of, model.shared, y)
-        return _as(g, model.x), _add(shared, d_shared), loss + value
+    def work(given, sums):
+        dx, crossing, sums = model.backward(now["i_chunk"], m, kept, given[0], sums)
+        return (dx, crossing), sums
 
-    waiting = _get(state, "g", now["i_g"])
-    ends = waiting, state["shared"], state["loss"]
-    at_end = _both(now["i"], now["i_last"])
-    g, state["shared"], state["loss"] = lax.cond(at_end, end, lambda *same: same, *ends)
-
-    kept = _get(state, "early", now["i_early"]), _get(state, "late", now["i_late"])
-    crossing = _get(state, "cross", now["i_cross"])
-
-    def work(g, crossing, gradients):
-        weights, g = model.chunk(now["i_chunk"]), jax.tree.unflatten(model.x_tree, g)
-        keep = _unsorted(model, *kept)
-        if model.split:
-            dx, crossing, dw = model.passes.input_gradient(weights, keep, g, given)
-        else:
-            dx, dw = model.passes.backward(weights, keep, g, given)
-        return jax.tree.leaves(dx), crossing, _add_at(gradients, now["i_chunk"], dw)
-
-    idle = lambda g, crossing, gradients: ([zeros(t) for t in model.x], crossing, gradients)
-    dx, crossing, state["weights"] = lax.cond(
-        now["i"] > 0, work, idle, g, crossing, state["weights"]
-    )
-    _put(state, "cross", now["i_cross"], crossing)
-
-    def begin(shared):
-        first = lambda shared: _as(jax.tree.leaves(model.first(shared, given)), model.x)
-        _, pullback = _vjp_of_floats(first, model.shared)
-        return _add(shared, pullback(dx))
-
-    at_begin = _both(now["i"], now["i_first"])
-    state["shared"] = lax.cond(at_begin, begin, lambda shared: shared, state["shared"])
-    return dx
+    idle = lambda given, sums: (([zeros(t) for t in model.x], given[1]), sums)
+    (dx, crossing), sums = _when(now["i"], work, idle, (g, crossing), sums, ("weights",))
+    _put(buffers, "cross", now["i_cross"], crossing)
+    _, sums = _when(
+        now["i"] * now["i_first"],
+        lambda _, sums: ((), model.begin_gradient(m, dx, sums)),
+        lambda _, sums: ((), sums),
+        (), sums, ("shared",),
+    )  # fmt: skip
+    return dx, sums
 
 
-def _weight_gradient(model: Model, state: dict[str, Any], now: dict[str, Any]) -> None:
+def _weight_gradient(
+    model: Model, buffers: dict[str, list], now: dict[str, Any], sums: dict[str, Any]
+) -> dict[str, Any]:
     """Slot W."""
-    late, crossing = _get(state, "late", now["w_late"]), _get(state, "cross", now["w_cross"])
+    late, crossing = _get(buffers, "late", now["w_late"]), _get(buffers, "cross", now["w_cross"])
 
-    def work(gradients):
-        weights, given = model.chunk(now["w_chunk"]), model.microbatch(now["w_batch"])
-        dw = model.passes.weight_gradient(weights, late, crossing, given)
-        return _add_at(gradients, now["w_chunk"], dw)
+    def work(_, sums):
+        m = now["w_batch"]
+        return (), model.weight_gradient(now["w_chunk"], m, late, crossing, sums)
 
-    idle = lambda gradients: gradients
-    state["weights"] = lax.cond(now["w"] > 0, work, idle, state["weights"])
+    return _when(now["w"], work, lambda _, sums: ((), sums), (), sums, ("weights",))[1]
 
 
-def vary(tree, axes: frozenset[str]):
-    """The tree, its leaves varying over these axes too."""
-
-    def of(x):
-        missing = tuple(sorted(axes - varying_axes(x)))
-        return lax.pcast(x, missing, to="varying") if missing else x
-
-    return jax.tree.map(of, tree)
+def _when(flag, work: Callable, idle: Callable, given, sums: dict[str, Any], names: Sequence[str]):
+    """`lax.cond` of branches that also take some of the sums and give them back."""
+    some = {name: sums[name] for name in names}
+    out, some = lax.cond(flag > 0, work, idle, given, some)
+    return out, sums | some
 
 
-def zeros(of, count: int | None = None):
-    """Zeros of a type, or a buffer of so many, one at least."""
-    shape = of.shape if count is None else (max(1, count), *of.shape)
-    return vary(jnp.zeros(shape, of.dtype), varying_axes(of))
+def _get(buffers: dict[str, list], name: str, slot) -> list:
+    return [at(buffer, slot) for buffer in buffers[name]]
 
 
-def is_float(x) -> bool:
-    """Whether it has a gradient."""
-    return jnp.issubdtype(x.dtype, jnp.inexact)
-
-
-def _accumulator(w):
-    """A zero to add gradients to, in float32 at least; None where there are none."""
-    if not is_float(w):
-        return None
-    return vary(jnp.zeros(w.shape, jnp.promote_types(w.dtype, jnp.float32)), varying_axes(w))
-
-
-def _early_late(model: Model) -> tuple[list, list]:
-    """Types of what a stage keeps: until I alone, and longer."""
-    if not model.split:
-        return [], list(model.passes.keeps)
-    pairs = list(zip(model.passes.keeps, model.passes.late, strict=True))
-    return [t for t, late in pairs if not late], [t for t, late in pairs if late]
-
-
-def _sorted(model: Model, keep: Sequence) -> tuple[list, list]:
-    if not model.split:
-        return [], list(keep)
-    pairs = list(zip(keep, model.passes.late, strict=True))
-    return [k for k, late in pairs if not late], [k for k, late in pairs if late]
-
-
-def _unsorted(model: Model, early: Sequence, late: Sequence) -> list:
-    if not model.split:
-        return list(late)
-    those, others = iter(late), iter(early)
-    return [next(those if is_late else others) for is_late in model.passes.late]
-
-
-def _value_and_grad(f: Callable, shared, y):
-    value, pullback = _vjp_of_floats(f, shared, y)
-    return value, pullback(jnp.ones_like(value))
-
-
-def _vjp_of_floats(f: Callable, shared, *rest):
-    """`jax.vjp`, for the floats of the first argument; its gradient has None elsewhere."""
-    leaves, tree = jax.tree.flatten(shared)
-    floats = [x if is_float(x) else None for x in leaves]
-
-    def of(floats, *rest):
-        return f(
-            jax.tree.unflatten(
-                tree, [x if d is None else d for x, d in zip(leaves, floats, strict=True)]
-            ),
-            *rest,
-        )
-
-    value, pullback = jax.vjp(of, floats, *rest)
-
-    def pull(g):
-        d, *others = pullback(g)
-        d = jax.tree.unflatten(tree, d)
-        return (d, *others) if others else d
-
-    return value, pull
-
-
-def _add(total, more):
-    """The sum of two trees, the second of which may lack leaves."""
-    of = lambda a, b: a if b is None else a + b.astype(a.dtype)
-    return jax.tree.map(of, total, more, is_leaf=lambda x: x is None)
-
-
-def _add_at(total, index, more):
-    of = lambda a, b: a if b is None else a.at[index].add(b.astype(a.dtype))
-    return jax.tree.map(of, total, more, is_leaf=lambda x: x is None)
-
-
-def _as(values: Sequence, types: Sequence) -> list:
-    """The values, cast to vary as the types do."""
-    return [vary(v, varying_axes(t)) for v, t in zip(values, types, strict=True)]
-
-
-def _both(a, b):
-    return (a * b) > 0
-
-
-def _at(x, index):
-    return lax.dynamic_index_in_dim(x, index, keepdims=False)
-
-
-def _get(state: dict[str, Any], name: str, slot) -> list:
-    return [_at(buffer, slot) for buffer in state[name]]
-
-
-def _put(state: dict[str, Any], name: str, slot, values: Sequence, where=None) -> None:
+def _put(buffers: dict[str, list], name: str, slot, values: Sequence, where=None) -> None:
     """Writes values to a slot; where a flag says no, what is there stays."""
 
     def put(buffer, value):
         if where is not None:
-            value = jnp.where(where > 0, value, _at(buffer, slot))
+            value = jnp.where(where > 0, value, at(buffer, slot))
         return lax.dynamic_update_index_in_dim(buffer, value, slot, 0)
 
-    state[name] = [put(b, v) for b, v in zip(state[name], values, strict=True)]
+    buffers[name] = [put(b, v) for b, v in zip(buffers[name], values, strict=True)]
