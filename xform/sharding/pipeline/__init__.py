@@ -13,6 +13,8 @@ from xform.sharding.pipeline._one_program import OneProgram as OneProgram
 from xform.sharding.pipeline._one_program import by_rank as by_rank
 from xform.sharding.pipeline._one_program import by_stage as by_stage
 from xform.sharding.pipeline._one_program import one_program as one_program
+from xform.sharding.pipeline._per_stage import PerStage as PerStage
+from xform.sharding.pipeline._per_stage import per_stage as per_stage
 from xform.sharding.pipeline._schedule import Action as Action
 from xform.sharding.pipeline._schedule import Schedule as Schedule
 from xform.sharding.pipeline._simulate import Timeline as Timeline

@@ -23,8 +23,8 @@ from xform.sharding.pipeline._schedule import Schedule
 from xform.sharding.pipeline._split import Split, check_floats
 
 AXIS = "pp"
-# What names an axis and waits for nobody.
-_LOCAL = {"axis_index", "pvary", "pcast", "preduced"}
+# What names an axis in its type alone.
+_LOCAL = {"pvary", "pcast", "preduced"}
 
 
 @dataclass(frozen=True)
@@ -296,7 +296,7 @@ def _check_types(x_tree, x, passes: Split) -> None:
 
 
 def _check_collectives(name: str, program) -> None:
-    """No collective over the pipeline: ranks are in different branches, so that it would hang."""
+    """Nothing over the pipeline: ranks are in different branches, so that it would hang."""
     found = []
     for site in walk(program):
         params = site.eqn.params
@@ -306,9 +306,10 @@ def _check_collectives(name: str, program) -> None:
             found.append(f"`{site.eqn.primitive.name}` at {site.line}")
     if found:
         raise ValueError(
-            f"`{name}` uses a collective over `{AXIS}`: {', '.join(found)}. Ranks run different "
-            "actions at a time, so that it would wait for ever; what stages share travels in x, "
-            "or comes with the batch."
+            f"`{name}` reaches over `{AXIS}`: {', '.join(found)}. Ranks run different actions at a "
+            "time, so that a collective would wait for ever; and the index of a rank is not that "
+            "of a stage. What stages share travels in x or comes with the batch, what differs "
+            "between them with the weights."
         )
 
 
