@@ -63,6 +63,7 @@ def one_program(
         each schedule its own where None.
       times: what actions take, by which ticks are filled.
 
+    >>> import jax.numpy as jnp
     >>> from xform.sharding import make_mesh
     >>> from xform.sharding.pipeline import one_f_one_b
     >>> mesh = make_mesh(pp=1, devices=jax.devices()[:1])
