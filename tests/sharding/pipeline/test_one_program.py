@@ -39,6 +39,7 @@ from xform.sharding.pipeline import (
     zb_h1,
     zb_v,
 )
+from xform.sharding.pipeline._model import full_specs
 from xform.sharding.pipeline._table import COLUMNS
 
 
@@ -235,6 +236,44 @@ def test_trees_integers_scans_and_small_floats(remat, make):
     np.testing.assert_allclose(ds["out"], dout, rtol=1e-12)
 
 
+def test_what_stages_close_over_keys_and_prints(capfd):
+    """Arrays from outside, dropout keys in the batch, a print in the stage."""
+    table_of = jnp.arange(12.0).reshape(3, 4)
+    keys = jax.random.split(jax.random.key(0), 3)
+    values = np.random.default_rng(0).normal(size=(3, 2, 4))
+    weights = np.random.default_rng(1).normal(size=(2, 4))
+
+    def model(scale):
+        def stage(w, x, batch):
+            jax.debug.print("stage {}", x.shape[0] + 0 * w[0])
+            keep = jax.random.bernoulli(batch["key"], 0.5, x.shape)
+            return jnp.where(keep, x * w[None], 0) + scale * table_of[1][None]
+
+        return stage, lambda s, b: b["x"] * s, lambda s, y, b: jnp.sum(jnp.sin(y))
+
+    def loss(weights, shared, scale):
+        stage, first, last = model(scale)
+        total = 0.0
+        for m in range(3):
+            batch = {"key": keys[m], "x": values[m]}
+            x = first(shared, batch)
+            for w in weights:
+                x = stage(w, x, batch)
+            total = total + last(shared, x, batch)
+        return total
+
+    true = jax.value_and_grad(loss, (0, 1))(weights, 2.0, 0.3)
+    mesh, schedule = mesh_of(2), zb_h1(2, 3)
+    put = lambda x, *spec: jax.device_put(x, shardings(mesh, P(*spec)))
+    args = put(weights, "pp"), put(2.0), {"key": put(keys), "x": put(values)}
+    run = one_program(*model(jnp.asarray(0.3)), mesh=mesh)
+    capfd.readouterr()
+    found = jax.device_get(settle(run(schedule, *args)))
+    jax.effects_barrier()
+    assert capfd.readouterr().out.count("stage 2") == 2 * 3
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-12), found, true)
+
+
 def refused(error, match, *, stage=stage_tp, first=first, last=last_dp, **options):
     """That a model is refused while it is traced."""
     mesh = mesh_of(2, 2, 2)
@@ -320,6 +359,19 @@ def test_other_mistakes_are_named():
         table(Schedule.from_text("0F0 1F0 1B0 0B0\n2F0 2B0"))
     with pytest.raises(ValueError, match=r"stage 0 is on rank 0, stage 1 on 2"):
         table(Schedule([["0F0", "0B0"], ["2F0", "2B0"], ["1F0", "1B0"], ["3F0", "3B0"]]))
+    everywhere = {"a": P(None, None, "tp"), "b": P(None, "tp"), "scale": P("pp")}
+    for options, name in (
+        ({"weights": everywhere}, "weights"),
+        ({"batch": BATCH | {"ids": P("dp")}}, "batch"),
+        ({"batch": BATCH | {"mask": P(None, "pp")}}, "batch"),
+        ({"shared": {"codes": P(None, "pp"), "bias": P()}}, "shared"),
+    ):
+        specs = {"weights": SPECS, "batch": BATCH, "shared": P(), **options}
+        wrong = one_program(stage_tp, first, last_dp, mesh=mesh, **specs)
+        places = (specs["weights"], full_specs(specs["shared"], given[1]), specs["batch"])
+        moved = jax.tree.map(jax.device_put, given, shardings(mesh, places))
+        with pytest.raises(ValueError, match=f"specs must be `{name}=P"):
+            wrong(one_f_one_b(2, 2), *moved)
     flat = make_mesh(dp=4, tp=2)
     with pytest.raises(ValueError, match=r"needs a mesh axis `pp`; found \('dp', 'tp'\)"):
         program(flat)

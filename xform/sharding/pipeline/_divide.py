@@ -73,6 +73,8 @@ def divide(
     others: Sequence[Any],
     varies: Sequence[bool],
     carried: Iterable[Var] = (),
+    *,
+    effects: bool = False,
 ) -> Division:
     """Cuts a program in two.
 
@@ -83,18 +85,21 @@ def divide(
       varies: for each input, whether it is another one in each run; what does not depend on such
         is made again rather than carried over.
       carried: inputs that only the head has.
+      effects: whether the head also does what has an effect, such as printing.
     """
     moving = moving_names(jaxpr, varies)
     need = {*filter(is_name, first)}
     head, rest = [], []
     for eqn in reversed(jaxpr.eqns):
         hit = [v in need for v in eqn.outvars]
-        if not any(hit):
+        if not any(hit) and not (effects and eqn.effects):
             rest.append(_node(eqn))
             continue
         node = _node(eqn)
         if eqn.primitive.name == "scan" and not all(hit):
-            node, other = _divide_scan(eqn, hit, [is_name(v) and v in moving for v in eqn.invars])
+            node, other = _divide_scan(
+                eqn, hit, [is_name(v) and v in moving for v in eqn.invars], effects=effects
+            )
             moving |= {v for v in node.outs if isinstance(v, Slot)}
             rest.append(other)
         head.append(node)
@@ -166,7 +171,9 @@ def _scanmoving_names(eqn: JaxprEqn, flags: Sequence[bool]) -> tuple[list[bool],
         flags[consts : consts + carry] = after
 
 
-def _divide_scan(eqn: JaxprEqn, hit: Sequence[bool], flags: Sequence[bool]) -> tuple[Node, Node]:
+def _divide_scan(
+    eqn: JaxprEqn, hit: Sequence[bool], flags: Sequence[bool], *, effects: bool
+) -> tuple[Node, Node]:
     """A scan as two: the first makes the results that are hit, the second the others."""
     body, (consts, carry) = eqn.params["jaxpr"], scan_operands(eqn)
     _, varies = _scanmoving_names(eqn, flags)
@@ -176,7 +183,7 @@ def _divide_scan(eqn: JaxprEqn, hit: Sequence[bool], flags: Sequence[bool]) -> t
         carried = [v for v, wanted in zip(carry_in, first, strict=False) if wanted]
         wanted_first = [v for v, wanted in zip(body.outvars, first, strict=True) if wanted]
         others = [v for v, wanted in zip(body.outvars, first, strict=True) if not wanted]
-        parts = divide(body, wanted_first, others, varies, carried)
+        parts = divide(body, wanted_first, others, varies, carried, effects=effects)
         reads = {v for node in parts.head for v in node.ins if is_name(v)}
         reads |= {*filter(is_name, wanted_first)}
         grown = [first[i] or v in reads for i, v in enumerate(carry_in)]

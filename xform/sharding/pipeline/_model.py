@@ -66,7 +66,7 @@ class Model:
         return {
             "weights": jax.tree.map(_accumulator, self.weights),
             "shared": jax.tree.map(_accumulator, self.shared),
-            "loss": zeros(self.loss),
+            "loss": _accumulator(self.loss),
         }
 
     @property
@@ -146,14 +146,15 @@ class Model:
         return jax.tree.unflatten(self.x_tree, leaves)
 
 
-def model_of(functions: tuple, weights, shared, batch, *, split: bool) -> Model:
+def model_of(functions: tuple, weights, shared, batch, *, split: bool, schedule: Schedule) -> Model:
     """Returns what is known of a model inside the mesh.
 
     Raises:
-      ValueError: a function uses a collective over the pipeline's axis, or the loss is not the same
-        on the devices of a stage.
+      ValueError: a spec splits what a rank must see whole; a function reaches over the pipeline's
+        axis; the loss is not the same on the devices of a stage.
       TypeError: what travels has no gradient or changes its type; the loss is no number.
     """
+    _check_shards(schedule, weights, shared, batch)
     stage, first, last = functions
     along = frozenset({AXIS})
     data = along.union(*map(varying_axes, jax.tree.leaves(batch)))
@@ -232,6 +233,25 @@ def check_sizes(schedule: Schedule, mesh: Mesh, weights, batch) -> None:
             wrong.append(f"the first dims of `{name}` are {first}, the schedule has {count} {of}")
     if wrong:
         raise ValueError(f"sizes do not fit: {'; '.join(wrong)}.")
+
+
+def _check_shards(schedule: Schedule, weights, shared, batch) -> None:
+    """A rank must see its own stages, all microbatches, and all of what is shared."""
+    chunks, wrong = schedule.stages // schedule.ranks, []
+    for name, tree, count, over, spec in (
+        ("weights", weights, chunks, True, f'P("{AXIS}", …)'),
+        ("shared", shared, None, False, "P(…)"),
+        ("batch", batch, schedule.microbatches, False, "P(None, …)"),
+    ):
+        leaves = jax.tree.leaves(tree)
+        split = [(AXIS in varying_axes(x)) == over for x in leaves]
+        if not all(split) or any(x.shape[:1] != (count,) for x in leaves if count is not None):
+            why = (
+                "only the first dim is split over it" if over else f"nothing is split over `{AXIS}`"
+            )
+            wrong.append(f"`{name}={spec}`, where {why}")
+    if wrong:
+        raise ValueError(f"specs must be {'; '.join(wrong)}.")
 
 
 def _is_float(x) -> bool:

@@ -141,7 +141,8 @@ class OneProgram:
 
         def local(numbers, weights, shared, batch):
             self.traced += 1
-            model = model_of(self.functions, weights, shared, batch, split=room.cross > 0)
+            options = {"split": room.cross > 0, "schedule": made.schedule}
+            model = model_of(self.functions, weights, shared, batch, **options)
             turn = lambda state, row: (tick(model, state, row[0], send), None)
             (_, sums), _ = lax.scan(turn, start(model, room), numbers)
             grads = reduced(sums["weights"], weights), reduced(sums["shared"], shared)

@@ -98,25 +98,31 @@ class PerStage:
             raise ValueError("weights are split evenly: every rank needs as many stages.")
         check_sizes(schedule, self.mesh, weights, batch)
         parts = [[self._part(tree, mesh) for tree in trees] for mesh in self.meshes]
-        run = _Run(schedule, self._made(is_split(schedule), parts[0]), self.meshes, parts)
-        for bar in sorted(timeline.bars, key=lambda bar: (bar.start, bar.end)):
-            run.do(bar.action)
+        run = _Run(schedule, self._made(schedule, parts[0]), self.meshes, parts)
+        for action in timeline.begun:
+            run.do(action)
         return self._gathered(run.finish(), trees)
 
-    def _made(self, split: bool, part: Sequence) -> _Programs:
+    def _made(self, schedule: Schedule, part: Sequence) -> _Programs:
         """The programs for such operands, traced once for all ranks."""
         leaves, tree = jax.tree.flatten(part)
-        key = split, tree, tuple((x.shape, x.dtype) for x in leaves)
+        key = is_split(schedule), tree, tuple((x.shape, x.dtype) for x in leaves)
         if key not in self._programs:
             mesh = self.meshes[0].abstract_mesh
-            self._programs[key] = _Programs(self.functions, mesh, self.specs, part, split)
+            self._programs[key] = _Programs(self.functions, mesh, self.specs, part, schedule)
         return self._programs[key]
 
     def _part(self, tree, mesh: Mesh) -> Any:
         """A rank's part of the arrays, which is on its devices already."""
 
         def of(x):
-            spec = x.sharding.spec
+            place = getattr(x, "sharding", None)
+            if not isinstance(place, NamedSharding) or place.mesh != self.mesh:
+                raise ValueError(
+                    f"`per_stage` needs arrays on its mesh; found {jax.typeof(x).str_short()} "
+                    "elsewhere: `jax.device_put(x, xform.sharding.shardings(mesh, spec))` moves it."
+                )
+            spec = place.spec
             mine = {shard.device: shard.data for shard in x.addressable_shards}
             over_ranks = len(spec) > 0 and spec[0] == AXIS
             shape = (x.shape[0] // self.mesh.shape[AXIS], *x.shape[1:]) if over_ranks else x.shape
@@ -147,19 +153,20 @@ class PerStage:
 class _Programs:
     """The programs of a model, each traced once and compiled for every rank that runs it."""
 
-    def __init__(self, functions: tuple, mesh, specs: Sequence, part: Sequence, split: bool):
+    def __init__(self, functions: tuple, mesh, specs: Sequence, part: Sequence, schedule):
         self.mesh, self.specs = mesh, specs
         self.model: Any = None
         self.types: dict[str, list] = {}
         self.sums_tree: Any = None
         self._jitted: dict[str, Any] = {}
-        self._look(functions, part, split)
+        self._look(functions, part, schedule)
 
-    def _look(self, functions: tuple, part: Sequence, split: bool) -> None:
+    def _look(self, functions: tuple, part: Sequence, schedule: Schedule) -> None:
         """Finds the model, and the types of all that lives between programs."""
 
         def look(weights, shared, batch):
-            model = model_of(functions, weights, shared, batch, split=split)
+            options = {"split": is_split(schedule), "schedule": schedule}
+            model = model_of(functions, weights, shared, batch, **options)
             sums = model.sums()
             early, late = model.keeps
             types = {"x": model.x, "early": early, "late": late, "cross": model.crosses}

@@ -37,6 +37,7 @@ class Timeline:
       bars: its actions in time, rank by rank.
       lockstep: whether ranks advance in ticks, as one program does, or each on its own.
       end: when the last is done, messages counted.
+      begun: the actions as they begin, each after what it needs.
       starts: of ticks, where there are any.
     """
 
@@ -44,6 +45,7 @@ class Timeline:
     bars: tuple[Bar, ...]
     lockstep: bool
     end: float
+    begun: tuple[Action, ...]
     starts: tuple[float, ...] = ()
 
     @property
@@ -110,6 +112,7 @@ def _asynchronous(schedule: Schedule, times: Times) -> Timeline:
     ends: dict[Action, tuple[float, int]] = {}
     clocks, steps = [0.0] * schedule.ranks, [0] * schedule.ranks
     bars: list[list[Bar]] = [[] for _ in range(schedule.ranks)]
+    placed: list[Bar] = []
     moved = True
     while moved:
         moved = False
@@ -122,23 +125,32 @@ def _asynchronous(schedule: Schedule, times: Times) -> Timeline:
                 arrive = (end + times.send * (at != rank) for end, at in (ends[n] for n in outside))
                 start = max([clocks[rank], *arrive])
                 _place(bars[rank], rank, start, cell, times)
+                placed += bars[rank][-len(cell) :]
                 clocks[rank] = bars[rank][-1].end
                 ends.update(dict.fromkeys(cell, (clocks[rank], rank)))
                 steps[rank] += 1
                 moved = True
-    return Timeline(schedule, tuple(bar for row in bars for bar in row), False, max(clocks))
+    every = tuple(bar for row in bars for bar in row)
+    return Timeline(schedule, every, False, max(clocks), _begun(placed))
 
 
 def _lockstep(schedule: Schedule, times: Times) -> Timeline:
     bars: list[list[Bar]] = [[] for _ in range(schedule.ranks)]
     times = replace(times, overlap=1.0)  # what shares a tick does not share its time
-    now, starts, filled = 0.0, [], ticks(schedule, times)
+    now, starts, placed, filled = 0.0, [], [], ticks(schedule, times)
     for tick, length in zip(filled, lengths(filled, times), strict=True):
         starts.append(now)
         for rank, cell in enumerate(tick):
             _place(bars[rank], rank, now, cell, times)
+            placed += bars[rank][-len(cell) :] if cell else []
         now += length
-    return Timeline(schedule, tuple(bar for row in bars for bar in row), True, now, tuple(starts))
+    every = tuple(bar for row in bars for bar in row)
+    return Timeline(schedule, every, True, now, _begun(placed), tuple(starts))
+
+
+def _begun(placed: list[Bar]) -> tuple[Action, ...]:
+    """In the order of their starts; those of one time as they were placed, after what they need."""
+    return tuple(bar.action for bar in sorted(placed, key=lambda bar: bar.start))
 
 
 def _place(bars: list[Bar], rank: int, start: float, cell: Sequence[Action], times: Times) -> None:

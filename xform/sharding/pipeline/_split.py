@@ -2,7 +2,7 @@
 
 `jax.vjp` gives the forward and the backward program of a stage. The backward program is cut by
 reachability: what the gradient of the input needs is the first part, I, and the rest, which makes
-gradients of weights, is the second, W. No matrix product is done twice.
+gradients of weights, is the second, W. What depends on activations is computed in one of them.
 
 Between F and B a stage keeps only what depends on its input. What JAX's backward pass reads that
 depends on weights and other given data alone, such as weights in another dtype, is made again.
@@ -126,7 +126,7 @@ class Split:
         moving = moving_names(self._f, varies)
         self._kept = [*dict.fromkeys(v for v in self._sources.values() if v in moving)]
         self.keeps = [v.aval for v in self._kept]
-        self._forward = divide(self._f, [*y, *self._kept], [], varies).head
+        self._forward = divide(self._f, [*y, *self._kept], [], varies, effects=True).head
         again = [v for v in self._sources.values() if v not in moving]
         self._again = divide(self._f, again, [], varies).head
 
@@ -152,7 +152,7 @@ class Split:
         self._dx, self._dw = self._b.outvars[:n], self._b.outvars[n:]
         n = len(self._b.invars) - len(self.y_types)
         kept_in, g_in = self._b.invars[n - len(self._kept) : n], self._b.invars[n:]
-        parts = divide(self._b, self._dx, self._dw, varies, carried=g_in)
+        parts = divide(self._b, self._dx, self._dw, varies, carried=g_in, effects=True)
         self._head, self._tail = parts.head, parts.tail
         # Gradients that come with dx are added up at once and need not cross.
         by_tail = {v for node in parts.tail for v in node.outs}

@@ -53,7 +53,7 @@ def ticks(schedule: Schedule, times: Times = UNIT, *, split: bool | None = None)
 
 def lengths(filled: list[Tick], times: Times) -> list[float]:
     """How long each tick lasts: as long as its slowest rank."""
-    return [max(sum(map(times.of, cell)) for cell in tick) + times.send for tick in filled]
+    return [max(sum(map(times.of, cell), 0.0) for cell in tick) + times.send for tick in filled]
 
 
 def _fill(schedule: Schedule, slots: dict[str, tuple[int, ...]], most: int) -> list[Tick]:
