@@ -1,7 +1,9 @@
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.sharding import PartitionSpec as P
 
 from tests.sharding.pipeline.models import (
     BATCH,
@@ -17,8 +19,18 @@ from tests.sharding.pipeline.models import (
     stage_tp,
 )
 from tests.sharding.pipeline.tables import random_table
-from xform.sharding import make_mesh, settle
-from xform.sharding.pipeline import Schedule, ScheduleError, build, one_f_one_b, per_stage, zb_h1
+from xform.sharding import make_mesh, settle, shardings
+from xform.sharding.pipeline import (
+    Schedule,
+    ScheduleError,
+    build,
+    by_rank,
+    one_f_one_b,
+    per_stage,
+    simulate,
+    zb_h1,
+    zb_v,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -81,11 +93,33 @@ def test_operands_are_left_alone_and_a_second_run_is_the_same():
         assert np.array_equal(a, b)
 
 
+def test_measured_times_tell_a_slow_stage():
+    """The second of four stages multiplies matrices in its forward pass."""
+
+    def stage(w, x, batch):
+        del batch
+        big = lambda x: x + 1e-9 * jnp.sum(jnp.linalg.matrix_power(jnp.full((600, 600), x[0]), 16))
+        return lax.cond(w > 1, big, lambda x: x, x * w)
+
+    mesh, schedule = mesh_of(2), zb_v(2, 3)
+    put = lambda x, *spec: jax.device_put(x, shardings(mesh, P(*spec)))
+    weights = by_rank(np.array([1.0, 2.0, 1.0, 1.0]), schedule)
+    run = per_stage(stage, lambda s, b: b * s, lambda s, y, b: jnp.sum(y), mesh=mesh)
+    times = run.measure(schedule, put(weights, "pp"), put(1.0), put(np.full((3, 2), 1e-3)))
+    forward, backward, inputs, weights = map(np.asarray, (times.F, times.B, times.I, times.W))
+    assert {of.shape for of in (forward, backward, inputs, weights)} == {(4,)}
+    assert forward.min() > 0 < times.send
+    assert forward.argmax() == 1
+    assert simulate(schedule, times).end > 3 * forward[1]
+
+
 def test_mistakes_are_named():
     mesh = mesh_of(2, 2)
     args = placed(mesh, one_f_one_b(2, 2), *inputs(2, 2))
     with pytest.raises(ScheduleError, match="circle"):
         program(mesh)(Schedule.from_text("F1 B1 F0 B0\nF0 B0 F1 B1"), *args)
+    with pytest.raises(ValueError, match=r"needs arrays on its mesh; found float64\[2,4,6\]"):
+        program(mesh)(one_f_one_b(2, 2), *jax.device_get(args))
     with pytest.raises(ValueError, match=r"pp=2, the schedule 4 ranks"):
         program(mesh)(one_f_one_b(4, 8), *args)
     with pytest.raises(ValueError, match="every rank needs as many stages"):

@@ -11,28 +11,22 @@ a compilation for each rank.
 
 from __future__ import annotations
 
+import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from statistics import median
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from xform._compat import varying_axes
 from xform.sharding.mesh import settle
-from xform.sharding.pipeline._model import (
-    AXIS,
-    Model,
-    check_sizes,
-    full_specs,
-    model_of,
-    of_floats,
-    reduced,
-)
+from xform.sharding.pipeline._greedy import greedy
+from xform.sharding.pipeline._model import AXIS, check_sizes, full_specs, of_floats
+from xform.sharding.pipeline._programs import Programs
 from xform.sharding.pipeline._schedule import Action, Schedule
 from xform.sharding.pipeline._simulate import simulate
 from xform.sharding.pipeline._ticks import is_split
@@ -85,31 +79,62 @@ class PerStage:
         along = mesh.axis_names.index(AXIS)
         slices = np.split(mesh.devices, mesh.shape[AXIS], axis=along)
         self.meshes = [Mesh(part, mesh.axis_names, axis_types=mesh.axis_types) for part in slices]
-        self._programs: dict[Any, _Programs] = {}
+        self._programs: dict[Any, Programs] = {}
 
     def __call__(self, schedule: Schedule, weights, shared, batch) -> tuple[Any, tuple[Any, Any]]:
         """Returns the loss, and its gradients for weights and shared, in float32 at least.
 
         Args and errors are those of `one_program`'s result, but that a stage may be on any rank.
         """
+        trees = weights, shared, batch
+        return self._gathered(self._run(schedule, trees).finish(), trees)
+
+    def measure(self, schedule: Schedule, weights, shared, batch) -> Times:
+        """Returns what every stage's passes take, and a message: medians, in seconds.
+
+        Everything runs twice, first to compile it; then each action alone, to its end.
+
+        Args:
+          schedule: of which the owners of stages and the number of microbatches count.
+          weights, shared, batch: as for a call.
+        """
+        trees = weights, shared, batch
+        taken: dict[tuple[str, int], list[float]] = defaultdict(list)
+        for split in (False, True):
+            kinds = "FIW".index if split else "FB".index
+            rule = lambda action, kinds=kinds: (action.microbatch, kinds(action.kind))
+            alone = greedy(rule, schedule.rank_of, schedule.microbatches, split=split)
+            self._run(alone, (weights, shared, batch))
+            for key, seconds in self._run(
+                alone, (weights, shared, batch), timed=True
+            ).taken.items():
+                taken[key] += seconds
+        of = lambda kind: [median(taken[kind, stage]) for stage in range(schedule.stages)]
+        send = [
+            seconds for (kind, _), found in taken.items() if kind == "send" for seconds in found
+        ]
+        return Times(of("F"), of("B"), of("I"), of("W"), median(send) if send else 0.0)
+
+    def _run(self, schedule: Schedule, trees: Sequence, *, timed: bool = False) -> _Run:
+        """Sends all actions off."""
         timeline = simulate(schedule, self.times)  # which verifies it
-        schedule, trees = timeline.schedule, (weights, shared, batch)
+        schedule = timeline.schedule
         if len({len(own) for own in schedule.stages_of}) > 1:
             raise ValueError("weights are split evenly: every rank needs as many stages.")
-        check_sizes(schedule, self.mesh, weights, batch)
+        check_sizes(schedule, self.mesh, trees[0], trees[2])
         parts = [[self._part(tree, mesh) for tree in trees] for mesh in self.meshes]
-        run = _Run(schedule, self._made(schedule, parts[0]), self.meshes, parts)
+        run = _Run(schedule, self._made(schedule, parts[0]), self.meshes, parts, timed)
         for action in timeline.begun:
             run.do(action)
-        return self._gathered(run.finish(), trees)
+        return run
 
-    def _made(self, schedule: Schedule, part: Sequence) -> _Programs:
+    def _made(self, schedule: Schedule, part: Sequence) -> Programs:
         """The programs for such operands, traced once for all ranks."""
         leaves, tree = jax.tree.flatten(part)
         key = is_split(schedule), tree, tuple((x.shape, x.dtype) for x in leaves)
         if key not in self._programs:
             mesh = self.meshes[0].abstract_mesh
-            self._programs[key] = _Programs(self.functions, mesh, self.specs, part, schedule)
+            self._programs[key] = Programs(self.functions, mesh, self.specs, part, schedule)
         return self._programs[key]
 
     def _part(self, tree, mesh: Mesh) -> Any:
@@ -150,154 +175,30 @@ class PerStage:
         return join((), P(), losses), (d_weights, d_shared)
 
 
-class _Programs:
-    """The programs of a model, each traced once and compiled for every rank that runs it."""
-
-    def __init__(self, functions: tuple, mesh, specs: Sequence, part: Sequence, schedule):
-        self.mesh, self.specs = mesh, specs
-        self.model: Any = None
-        self.types: dict[str, list] = {}
-        self.sums_tree: Any = None
-        self._jitted: dict[str, Any] = {}
-        self._look(functions, part, schedule)
-
-    def _look(self, functions: tuple, part: Sequence, schedule: Schedule) -> None:
-        """Finds the model, and the types of all that lives between programs."""
-
-        def look(weights, shared, batch):
-            options = {"split": is_split(schedule), "schedule": schedule}
-            model = model_of(functions, weights, shared, batch, **options)
-            sums = model.sums()
-            early, late = model.keeps
-            types = {"x": model.x, "early": early, "late": late, "cross": model.crosses}
-            self.types = types | {"sums": [jax.typeof(v) for v in jax.tree.leaves(sums)]}
-            self.sums_tree = jax.tree.structure(sums)
-            self.model = replace(model, weights=None, shared=None, batch=None)
-            return ()
-
-        mapped = jax.shard_map(look, mesh=self.mesh, in_specs=tuple(self.specs), out_specs=())
-        jax.make_jaxpr(mapped)(*part)
-
-    def __getitem__(self, name: str) -> Callable:
-        """A pass as a program: of a rank's arrays, microbatch, chunk and values to values."""
-        if name not in self._jitted:
-            self._jitted[name] = self._jit(*_PASSES[name])
-        return self._jitted[name]
-
-    def _jit(self, of: Callable, reads: Sequence[str], gives: Sequence[str]) -> Any:
-        def local(weights, shared, batch, m, chunk, *values):
-            model = self.model.on(weights, shared, batch)
-            read = [[v[0] for v in value] for value in values]
-            given = {
-                name: jax.tree.unflatten(self.sums_tree, value) if name == "sums" else value
-                for name, value in zip(reads, read, strict=True)
-            }
-            out = of(model, chunk, m, **given)
-            return [[v[None] for v in jax.tree.leaves(value)] for value in out]
-
-        mapped = jax.shard_map(
-            local,
-            mesh=self.mesh,
-            in_specs=(*self.specs, P(), P(), *map(self.specs_of, reads)),
-            out_specs=[self.specs_of(name) for name in gives],
-        )
-        donated = [5 + i for i, name in enumerate(reads) if name == "sums"]
-        # Operands say on which devices it runs, those too that it does not read.
-        return jax.jit(mapped, donate_argnums=donated, keep_unused=True)
-
-    def specs_of(self, name: str) -> list[P]:
-        """Specs of values with a leading dim for the devices over which they differ."""
-        order = self.mesh.axis_names
-        return [P(tuple(sorted(varying_axes(t), key=order.index))) for t in self.types[name]]
-
-    def reduce(self) -> Any:
-        """The program that sums gradients over devices: loss, those of weights, and of shared."""
-        if "reduce" not in self._jitted:
-
-            def local(weights, shared, batch, sums):
-                del batch
-                sums = jax.tree.unflatten(self.sums_tree, [v[0] for v in sums])
-                grads = reduced(sums["weights"], weights), reduced(sums["shared"], shared)
-                return lax.psum(sums["loss"], AXIS), *grads
-
-            like = jax.tree.unflatten(self.sums_tree, self.types["sums"])
-            pairs = zip(self.specs, (like["weights"], like["shared"]), strict=False)
-            specs = [full_specs(spec, tree) for spec, tree in pairs]
-            mapped = jax.shard_map(
-                local,
-                mesh=self.mesh,
-                in_specs=(*self.specs, self.specs_of("sums")),
-                out_specs=(
-                    P(),
-                    *(full_specs(s, t) for s, t in zip(specs, self._likes(), strict=True)),
-                ),
-            )
-            self._jitted["reduce"] = jax.jit(mapped)
-        return self._jitted["reduce"]
-
-    def _likes(self) -> list:
-        """Trees of the leaves that have gradients."""
-        sums = jax.tree.unflatten(self.sums_tree, self.types["sums"])
-        return [sums["weights"], sums["shared"]]
-
-
-def _begin(model: Model, chunk, m) -> list:
-    del chunk
-    return [model.begin(m)]
-
-
-def _forward(model: Model, chunk, m, x: Sequence) -> list:
-    y, (early, late) = model.forward(chunk, m, x)
-    return [y, early, late]
-
-
-def _end(model: Model, chunk, m, x: Sequence, sums) -> list:
-    del chunk
-    return [*model.end(m, x, sums)]
-
-
-def _backward(model: Model, chunk, m, early, late, x: Sequence, sums) -> list:
-    return [*model.backward(chunk, m, (early, late), x, sums)]
-
-
-def _begin_gradient(model: Model, chunk, m, x: Sequence, sums) -> list:
-    del chunk
-    return [model.begin_gradient(m, x, sums)]
-
-
-def _weight_gradient(model: Model, chunk, m, late, cross, sums) -> list:
-    return [model.weight_gradient(chunk, m, late, cross, sums)]
-
-
-def _zero(model: Model, chunk, m) -> list:
-    del chunk, m
-    return [model.sums()]
-
-
-# What each program reads beside the rank's arrays, microbatch and chunk, and what it gives.
-_PASSES: dict[str, tuple[Callable, tuple[str, ...], tuple[str, ...]]] = {
-    "zero": (_zero, (), ("sums",)),
-    "begin": (_begin, (), ("x",)),
-    "forward": (_forward, ("x",), ("x", "early", "late")),
-    "end": (_end, ("x", "sums"), ("x", "sums")),
-    "backward": (
-        _backward, ("early", "late", "x", "sums"), ("x", "cross", "sums"),
-    ),
-    "begin_gradient": (_begin_gradient, ("x", "sums"), ("sums",)),
-    "weights": (_weight_gradient, ("late", "cross", "sums"), ("sums",)),
-}  # fmt: skip
-
-
 class _Run:
-    """One run of a schedule: what is on the way, and what every rank holds."""
+    """One run of a schedule: what is on the way, and what every rank holds.
 
-    def __init__(self, schedule: Schedule, programs: _Programs, meshes: Sequence[Mesh], parts):
+    Attributes:
+      taken: where timed, the seconds of each kind of action of each stage, and of each message.
+    """
+
+    def __init__(
+        self, schedule: Schedule, programs: Programs, meshes: Sequence[Mesh], parts, timed: bool
+    ):
         self.schedule, self.programs, self.meshes, self.parts = schedule, programs, meshes, parts
+        self.timed, self._now = timed, 0.0
+        self.taken: dict[tuple[str, int], list[float]] = defaultdict(list)
         self.held: dict[tuple[str, int, int], Any] = {}
         self.sums = [self._call("zero", rank, 0, 0)[0] for rank in range(schedule.ranks)]
 
     def do(self, action: Action) -> None:
-        """Sends an action off, and its result on."""
+        """Sends an action off, and its result on; where timed, waits for both."""
+        self._now = 0.0
+        self._do(action)
+        if self.timed:
+            self.taken[action.kind, action.stage].append(self._now)
+
+    def _do(self, action: Action) -> None:
         kind, stage, m = action.kind, action.stage, action.microbatch
         rank = self.schedule.rank_of[stage]
         chunk, last = self.schedule.stages_of[rank].index(stage), self.schedule.stages - 1
@@ -345,11 +246,20 @@ class _Run:
         ]
 
     def _call(self, name: str, rank: int, chunk: int, m: int, *values) -> list:
-        return settle(self.programs[name](*self.parts[rank], np.int32(m), np.int32(chunk), *values))
+        start, program = time.perf_counter(), self.programs[name]
+        out = settle(program(*self.parts[rank], np.int32(m), np.int32(chunk), *values))
+        if self.timed:
+            jax.block_until_ready(out)
+            self._now += time.perf_counter() - start
+        return out
 
     def _send(self, what: str, values: list, stage: int, m: int) -> None:
         mesh = self.meshes[self.schedule.rank_of[stage]]
-        self.held[what, stage, m] = self._moved(values, mesh)
+        start = time.perf_counter()
+        there = self.held[what, stage, m] = self._moved(values, mesh)
+        if self.timed and any(x.sharding.mesh != mesh for x in values):
+            jax.block_until_ready(there)
+            self.taken["send", stage].append(time.perf_counter() - start)
 
     def _moved(self, tree, mesh: Mesh) -> Any:
         """The arrays, laid out in the same way on another rank."""
