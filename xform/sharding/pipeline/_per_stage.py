@@ -104,15 +104,11 @@ class PerStage:
             kinds = "FIW".index if split else "FB".index
             rule = lambda action, kinds=kinds: (action.microbatch, kinds(action.kind))
             alone = greedy(rule, schedule.rank_of, schedule.microbatches, split=split)
-            self._run(alone, (weights, shared, batch))
-            for key, seconds in self._run(
-                alone, (weights, shared, batch), timed=True
-            ).taken.items():
+            self._run(alone, trees)
+            for key, seconds in self._run(alone, trees, timed=True).taken.items():
                 taken[key] += seconds
         of = lambda kind: [median(taken[kind, stage]) for stage in range(schedule.stages)]
-        send = [
-            seconds for (kind, _), found in taken.items() if kind == "send" for seconds in found
-        ]
+        send = [x for (kind, _), found in taken.items() if kind == "send" for x in found]
         return Times(of("F"), of("B"), of("I"), of("W"), median(send) if send else 0.0)
 
     def _run(self, schedule: Schedule, trees: Sequence, *, timed: bool = False) -> _Run:
