@@ -9,10 +9,21 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from xform.sharding import make_mesh, settle, shardings
-from xform.sharding.pipeline import Schedule, by_rank, by_stage, one_program
+from xform.sharding.pipeline import BUILDERS, Schedule, by_rank, by_stage, one_program
 
 WIDTH, HIDDEN, CODES, ROWS = 4, 6, 7, 4
 SPECS = {"a": P("pp", None, "tp"), "b": P("pp", "tp"), "scale": P("pp")}
+
+
+def pairwise() -> list[tuple[str, int, int, int]]:
+    """Builders, ranks, microbatches and `tp`, so that every two values of them meet."""
+    cases = []
+    for i, name in enumerate(BUILDERS):
+        for j, ranks in enumerate((1, 2, 4, 8)):
+            fewer_same_other = (max(1, ranks - 1), ranks, 2 * ranks + 1)
+            tp = 1 if ranks == 8 else 1 + (i + j // 2 + (i + j) // 3) % 2
+            cases.append((name, ranks, fewer_same_other[(i + j) % 3], tp))
+    return cases
 
 
 def stage(w, x, batch):
