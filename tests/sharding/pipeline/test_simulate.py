@@ -19,6 +19,7 @@ from xform.sharding.pipeline import (
     interleaved,
     one_f_one_b,
     simulate,
+    table,
     ticks,
     verify,
     zb_h1,
@@ -119,6 +120,8 @@ def test_times_per_stage_messages_and_pairs():
     with pytest.raises(ScheduleError, match="circle"):
         simulate(Schedule.from_text("F1 B1 F0 B0\nF0 B0 F1 B1"))
     assert simulate(spelled_out(zb_v(2, 4))) == simulate(zb_v(2, 4))
+    assert hash(Times(F=[1, 2])) == hash(Times(F=(1.0, 2.0)))
+    assert table(schedule, Times(F=[1, 4])).room.ticks == 3
     nothing = simulate(schedule, Times(F=0, B=0))
     assert nothing.bubble == nothing.end == 0
 

@@ -6,7 +6,7 @@ from jax import lax
 
 from xform import causal, flex_attention
 from xform.jaxpr import trace, walk
-from xform.sharding.pipeline import split
+from xform.sharding.pipeline import split, verify, zb_h1
 
 
 def normal(seed: int, *shape: int):
@@ -154,6 +154,13 @@ def test_what_depends_on_weights_alone_is_not_kept():
     assert [c.type.shape for c in passes.crossing] == [(3, 4, 8), (3, 4, 8), (3, 4, 16)]
     assert all("test_split.py" in c.line for c in passes.crossing)
     assert sum(c.bytes for c in passes.crossing) == 4 * 3 * 4 * 32
+    # 4 bytes of, per layer, 4 rows: W reads x and tanh's result, I alone the latter's derivative.
+    held = passes.held
+    assert held.whole + held.until_input == 4 * sum(t.size for t in passes.keeps)
+    assert held.between == 4 * 3 * 4 * 32
+    # Of ZB-H1 on two ranks, two microbatches: one between its I and W when the other has its I.
+    most = verify(zb_h1(2, 4), held=held).peak
+    assert most[0] == 2 * (held.whole + held.until_input) + held.between
     # Remat keeps the inputs of layers, and what it makes again crosses.
     assert [t.shape for t in split(remat_layers, LAYERS, normal(5, 4, 8)).keeps] == [(3, 4, 8)]
     assert [t.shape for t in split(remat_all, LAYERS, normal(5, 4, 8)).keeps] == [(4, 8)]

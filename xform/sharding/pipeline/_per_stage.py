@@ -55,6 +55,10 @@ def per_stage(
       weights, shared, batch: specs, as for `one_program`.
       times: what actions take, by which the order of sending them off is found.
 
+    Raises:
+      ValueError: the mesh has no axis `pp`.
+      NotImplementedError: the mesh has devices of other processes.
+
     >>> from xform.sharding import make_mesh
     >>> from xform.sharding.pipeline import one_f_one_b
     >>> mesh = make_mesh(pp=1, devices=jax.devices()[:1])
@@ -75,6 +79,11 @@ class PerStage:
     def __init__(self, functions: tuple, mesh: Mesh, specs: tuple, times: Times):
         if AXIS not in mesh.shape:
             raise ValueError(f"`per_stage` needs a mesh axis `{AXIS}`; found {mesh.axis_names}.")
+        if {device.process_index for device in mesh.devices.flat} != {jax.process_index()}:
+            raise NotImplementedError(
+                "`per_stage` moves results between devices of one process, and the mesh has those "
+                "of others: `one_program` runs on them."
+            )
         self.functions, self.mesh, self.specs, self.times = functions, mesh, specs, times
         along = mesh.axis_names.index(AXIS)
         slices = np.split(mesh.devices, mesh.shape[AXIS], axis=along)

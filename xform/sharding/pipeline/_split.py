@@ -32,6 +32,7 @@ from xform.sharding.pipeline._divide import (
     read,
     run,
 )
+from xform.sharding.pipeline._verify import Held
 
 # Equations that only call: their bodies are looked into.
 _CALLS = (
@@ -169,6 +170,14 @@ class Split:
     def programs(self) -> tuple[Jaxpr, Jaxpr]:
         """The forward and the backward pass."""
         return self._f, self._b
+
+    @property
+    def held(self) -> Held:
+        """The bytes that a stage keeps of a microbatch on one device, for `verify`."""
+        size = lambda types: sum(t.size * t.dtype.itemsize for t in types)
+        late = [t for t, is_late in zip(self.keeps, self.late, strict=True) if is_late]
+        between = size(c.type for c in self.crossing)
+        return Held(size(late), size(self.keeps) - size(late), between)
 
     def _crossing(self, *args) -> list:
         env = inputs(self._b, jax.tree.leaves(args))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from xform.sharding.pipeline._schedule import Action
@@ -28,6 +28,12 @@ class Times:
     W: Real | Sequence[Real] = 1.0
     send: Real = 0.0
     overlap: Real = 1.0
+
+    def __post_init__(self):
+        for name in ("F", "B", "I", "W"):
+            value = getattr(self, name)
+            if isinstance(value, Iterable):
+                object.__setattr__(self, name, tuple(map(float, value)))
 
     def of(self, action: Action) -> float:
         """The time of an action.
