@@ -44,51 +44,76 @@ def greedy(
     F0 F1 B0 F2 B1 B2
     F0 B0 F1 B1 F2 B2
     """
-    rank_of = list(rank_of)
-    limits = _check(rank_of, microbatches, times, limit)
-    ranks = len(limits)
-    begun, rows = [0] * ranks, [[] for _ in range(ranks)]
-    ready: list[list[Action]] = [[] for _ in range(ranks)]
-    # What happens when: an action becomes ready on its rank, or (None) the rank becomes free.
-    events: list[tuple[float, int, int, Action | None]] = []
-    free, count = [True] * ranks, 0
-
-    def happens(time: float, rank: int, action: Action | None) -> None:
-        nonlocal count
-        heapq.heappush(events, (time, count, rank, action))
-        count += 1
-
+    limits = _check(list(rank_of), microbatches, times, limit)
+    floor = _Floor(list(rank_of), limits, times, split)
     for m in range(microbatches):
-        happens(0.0, rank_of[0], Action("F", 0, m))
-    while events:
-        now = events[0][0]
-        while events and events[0][0] == now:
-            _, _, rank, action = heapq.heappop(events)
-            if action is None:
-                free[rank] = True
-            else:
-                ready[rank].append(action)
-        for rank in range(ranks):
-            may = [a for a in ready[rank] if a.kind != "F" or begun[rank] < limits[rank]]
-            if not free[rank] or not may:
-                continue
-            action = min(may, key=lambda a: (priority(a), a.microbatch, a.kind, a.stage))
-            ready[rank].remove(action)
-            rows[rank].append(action)
-            begun[rank] += {"F": 1, "B": -1, "W": -1}.get(action.kind, 0)
-            free[rank], end = False, now + times.of(action)
-            happens(end, rank, None)
-            for after in _unlocks(action, len(rank_of), split):
-                target = rank_of[after.stage]
-                happens(end + times.send * (target != rank), target, after)
-    if any(ready):
+        floor.happens(0.0, rank_of[0], Action("F", 0, m))
+    while floor.events:
+        now = floor.arrive()
+        for rank in range(len(limits)):
+            may = floor.may_run(rank)
+            if may:
+                urgent = lambda a: (priority(a), a.microbatch, a.kind, a.stage)
+                floor.run(min(may, key=urgent), rank, now)
+    if any(floor.ready):
         stuck = "; ".join(
             f"rank {rank} may hold {limits[rank]} and has `{min(row)}` to begin"
-            for rank, row in enumerate(ready)
+            for rank, row in enumerate(floor.ready)
             if row
         )
         raise ValueError(f"`limit` leaves nothing that could run: {stuck}. Raise it.")
-    return Schedule(rows, name)
+    return Schedule(floor.rows, name)
+
+
+class _Floor:
+    """What is free and what is ready, as time goes on.
+
+    Attributes:
+      rows: for each rank what it has run.
+      ready: for each rank what it could run.
+      events: when an action becomes ready on its rank, or (None) the rank free; a heap.
+    """
+
+    def __init__(self, rank_of: list[int], limits: Sequence[Real], times: Times, split: bool):
+        self.rank_of, self.limits, self.times, self.split = rank_of, limits, times, split
+        self.rows: list[list[Action]] = [[] for _ in limits]
+        self.ready: list[list[Action]] = [[] for _ in limits]
+        self.events: list[tuple[float, int, int, Action | None]] = []
+        self._begun, self._free, self._count = [0] * len(limits), [True] * len(limits), 0
+
+    def happens(self, time: float, rank: int, action: Action | None) -> None:
+        """Notes an event; those of one time arrive in the order in which they were noted."""
+        heapq.heappush(self.events, (time, self._count, rank, action))
+        self._count += 1
+
+    def arrive(self) -> float:
+        """Takes in all events of the next time that has some, and returns it."""
+        now = self.events[0][0]
+        while self.events and self.events[0][0] == now:
+            _, _, rank, action = heapq.heappop(self.events)
+            if action is None:
+                self._free[rank] = True
+            else:
+                self.ready[rank].append(action)
+        return now
+
+    def may_run(self, rank: int) -> list[Action]:
+        """What a rank could begin now."""
+        if not self._free[rank]:
+            return []
+        full = self._begun[rank] >= self.limits[rank]
+        return [action for action in self.ready[rank] if not (full and action.kind == "F")]
+
+    def run(self, action: Action, rank: int, now: float) -> None:
+        """Begins an action."""
+        self.ready[rank].remove(action)
+        self.rows[rank].append(action)
+        self._begun[rank] += {"F": 1, "B": -1, "W": -1}.get(action.kind, 0)
+        self._free[rank], end = False, now + self.times.of(action)
+        self.happens(end, rank, None)
+        for after in _unlocks(action, len(self.rank_of), self.split):
+            target = self.rank_of[after.stage]
+            self.happens(end + self.times.send * (target != rank), target, after)
 
 
 def _unlocks(action: Action, stages: int, split: bool) -> Iterator[Action]:

@@ -215,23 +215,22 @@ class _Run:
         if kind in "BI":
             g, kept = self.held.pop(("g", *at)), self.held.pop(("kept", *at))
             if stage == last:
-                g, self.sums[rank] = self._call("end", rank, chunk, m, g, self.sums[rank])
-            dx, cross, self.sums[rank] = self._call(
-                "backward", rank, chunk, m, *kept, g, self.sums[rank]
-            )
+                (g,) = self._add("end", rank, chunk, m, g)
+            dx, cross = self._add("backward", rank, chunk, m, *kept, g)
             self.held["late", stage, m] = kept[1], cross
             if stage:
                 self._send("g", dx, stage - 1, m)
             else:
-                self.sums[rank] = self._call("begin_gradient", rank, chunk, m, dx, self.sums[rank])[
-                    0
-                ]
+                self._add("begin_gradient", rank, chunk, m, dx)
         if kind in "BW":
-            late, cross = self.held.pop(("late", *at))
+            late = self.held.pop(("late", *at))
             if self.programs.model.split:
-                self.sums[rank] = self._call(
-                    "weights", rank, chunk, m, late, cross, self.sums[rank]
-                )[0]
+                self._add("weights", rank, chunk, m, *late)
+
+    def _add(self, name: str, rank: int, chunk: int, m: int, *values) -> list:
+        """Runs a program that also adds to the rank's sums."""
+        *out, self.sums[rank] = self._call(name, rank, chunk, m, *values, self.sums[rank])
+        return out
 
     def finish(self) -> list[tuple]:
         """For each rank the loss, the gradients of its weights, and those of shared."""
