@@ -197,6 +197,26 @@ def test_peaks_are_those_of_a_count_by_hand(seed):
     )
 
 
+small = st.integers(0, 2)
+kinds = st.sampled_from(["F", "B", "I", "W", "SEND_F", "RECV_F", "SEND_B", "RECV_B"])
+cell = st.lists(st.tuples(kinds, small, small), min_size=1, max_size=2)
+
+
+@settings(max_examples=300)
+@given(st.lists(st.lists(cell, max_size=5), min_size=1, max_size=3))
+def test_any_table_is_proved_or_refused(table):
+    """Whatever it holds, no other error, and none without a cell."""
+    schedule = Schedule([[[Action(*a) for a in cell] for cell in row] for row in table])
+
+    def outcome():
+        try:
+            return verify(schedule).in_flight
+        except ScheduleError as error:
+            return error.problems
+
+    assert outcome()
+
+
 def test_a_proof_prints():
     assert str(verify(zb_h1(2, 4), held=Held(1.5))) == (
         "ZB-H1: legal, 8 messages\n  rank 0: 2 in flight, holds 3\n  rank 1: 2 in flight, holds 3"

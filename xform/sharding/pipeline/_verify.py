@@ -194,7 +194,10 @@ def _strangers(schedule: Schedule, where: dict) -> dict[Action, str]:
 
 def _few(counts: Counter[int]) -> set[int]:
     """Numbers with hardly any action: a quarter of the most, or half, beyond a gap."""
-    most, gap = max(counts.values()), next(n for n in range(len(counts) + 1) if n not in counts)
+    most, gap = (
+        max(counts.values(), default=0),
+        next(n for n in range(len(counts) + 1) if n not in counts),
+    )
     return {k for k, n in counts.items() if (2 if k > gap else 4) * n <= most}
 
 
