@@ -37,8 +37,7 @@ DIMS = (((1,), (0,)), ((), ()))
 
 def in_policy(name: str) -> Callable:
     """The product that a policy makes of two activations."""
-    products = POLICIES[name].products
-    assert products is not None
+    products: Any = POLICIES[name].products
     options = Options(DIMS, products, jnp.dtype(jnp.bfloat16))
     return lambda x, y, state: product(x, y, state, options)
 
@@ -120,7 +119,7 @@ def main() -> None:
         base = "bf16, three products" if "three" in name else base
         base = "bf16 policy, float32 operands" if "operands" in name else base
         ms, flops = 1e3 * median(found), 2 * size**3 * (3 if "three" in name else 1)
-        text = runs[name].as_text() or ""
+        text: str = runs[name].as_text() or ""
         how = "cublasLt f8" if "matmul$f8" in text else "Triton" if "triton" in text else ""
         print(
             f"| {name:30} | {ms:7.3f} | {flops / ms / 1e9:7.0f} "

@@ -25,7 +25,7 @@ def losses(config: llama.Config):
     def with_policy(policy):
         layer = llama.layer
 
-        def checkpointed(x, p, mask, rotation, config, tp=None, cache=None):
+        def checkpointed(x, p, mask, rotation, config, tp=llama.ONE, cache=None):
             run = lambda x, p, mask, rotation: layer(x, p, mask, rotation, config, tp, cache)
             saves = getattr(jax.checkpoint_policies, f"{policy}_saveable")
             return jax.checkpoint(run, policy=saves, prevent_cse=False)(x, p, mask, rotation)

@@ -65,6 +65,12 @@ def varying_axes(x) -> frozenset[str]:
     return axes.varying if axes is not None else frozenset()
 
 
+def scan_operands(eqn: JaxprEqn) -> tuple[int, int]:
+    """Returns how many constants and how many carried values a scan has, before what it scans."""
+    consts, carry, _ = eqn.params["ft_in"].unpack()  # 0.11.2, 0.12: before, two numbers
+    return len(list(consts)), len(list(carry))
+
+
 def lower_with_devices(primitive: Primitive) -> None:
     """Has the lowering rule of `primitive` told which devices it lowers for."""
     prim_requires_devices_during_lowering.add(primitive)

@@ -84,6 +84,11 @@ def inline(jaxpr: Jaxpr) -> Jaxpr:
     return trace(rewrite(jaxpr_as_fun(jaxpr), {"jit": run_body}), *jaxpr.in_avals)
 
 
+def bind(eqn: JaxprEqn, *args) -> list:
+    """Returns the results of an equation on other operands, traced as from its own line."""
+    return _Rewriter({})._apply(eqn, *args)
+
+
 class _Rewriter:
     """Runs, or traces again, each kind of program that a rewrite meets."""
 

@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from xform._ops import ELEMENTWISE
-from xform._program import Node, Region, Value, carried
+from xform._program import Node, Region, Value
+from xform.jaxpr import carried
 from xform.numerics._run import own_inputs, runs_regions
 
 type Labels = tuple[str | None, ...]
@@ -80,7 +81,7 @@ def _into(node: Node, known: dict[Value, Labels]) -> None:
 def _carry_back(node: Node, known: dict[Value, Labels]) -> None:
     body = node.regions["body"]
     inside = own_inputs(node, "body")
-    n = carried(node)
+    n = carried(node.eqn)
     first = node.eqn.params["body_nconsts"] if node.name == "while" else n.consts
     for k in range(n.carry):
         value = inside[first + k]
@@ -88,7 +89,7 @@ def _carry_back(node: Node, known: dict[Value, Labels]) -> None:
 
 
 def _scan_split(node: Node) -> tuple[int, int]:
-    n = carried(node)
+    n = carried(node.eqn)
     return n.consts, n.carry
 
 

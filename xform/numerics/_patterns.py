@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator
 import jax.numpy as jnp
 import numpy as np
 
-from xform._program import Node, Region, Value, carried
+from xform._program import Node, Region, Value
+from xform.jaxpr import carried
 from xform.numerics._run import own_inputs
 
 # The same numbers in another shape, dtype or type.
@@ -108,7 +109,7 @@ def squared(value: Value) -> Value | None:
 
 def carries(node: Node) -> Iterator[tuple[Value, Value]]:
     """What each carried value of a scan is inside of a turn, and what it becomes."""
-    n, body = carried(node), node.regions["body"]
+    n, body = carried(node.eqn), node.regions["body"]
     inside = own_inputs(node, "body")
     yield from zip(inside[n.consts : n.consts + n.carry], body.outputs[: n.carry], strict=True)
 

@@ -21,7 +21,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from xform._compat import varying_axes
-from xform._program import Node, Region, Value, carried
+from xform._program import Node, Region, Value
+from xform.jaxpr import carried
 
 _LOOPS = ("scan", "while")
 
@@ -199,7 +200,7 @@ class _Runner:
     # ---- the nodes that have regions ---------------------------------------------------------
 
     def scan(self, node: Node, ins: list, level: int) -> tuple[list, Any]:
-        n, params = carried(node), node.eqn.params
+        n, params = carried(node.eqn), node.eqn.params
         consts, init, xs = ins[: n.consts], ins[n.consts :][: n.carry], ins[n.consts + n.carry :]
 
         def step(state, x):
@@ -341,7 +342,7 @@ def upstream(value: Value, owner: dict[Value, tuple[Node, str, int]]) -> list[Va
     k = node.outs.index(value)
     bodies = [body for label, body in node.regions.items() if label != "cond"]
     found = [body.outputs[k] for body in bodies]
-    if node.name in _LOOPS and k < (n := carried(node)).carry:
+    if node.name in _LOOPS and k < (n := carried(node.eqn)).carry:
         found.append(node.ins[n.consts + k])
     return found
 
@@ -353,7 +354,7 @@ def _from_outside(node: Node, label: str, i: int) -> list[Value]:
     if node.name == "cond":
         return [node.ins[1 + i]]
     if node.name == "scan":
-        n, k = carried(node), i - carried(node).consts
+        n, k = carried(node.eqn), i - carried(node.eqn).consts
         turns = [node.regions["body"].outputs[k]] if 0 <= k < n.carry else []
         return [node.ins[i], *turns]
     if node.name != "while":

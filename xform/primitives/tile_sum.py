@@ -28,7 +28,7 @@ from xform._compat import Primitive
 from xform.lowering import blockwise
 from xform.lowering._loss_fn import LossSpec
 from xform.lowering._spec import Spec
-from xform.lowering._tile_fn import COL, ROW, Jvp, TileFn, Transpose, merge
+from xform.lowering._tile_fn import COL, ROW, Jvp, Kind, TileFn, Transpose, merge
 from xform.primitives._auto import local_rows, register
 from xform.primitives._choose import by_kernels, choose_for_sum
 from xform.primitives._own import of_context, of_reads
@@ -82,7 +82,7 @@ def _layouts(*args, fn, hidden, outs, **_) -> Layouts:
     rows = Layout.of(labels[ROW], ROW, operands[fn.operands.index(ROW)], hidden)
 
     def of(kind: Kind, x) -> Layout:
-        if kind in (ROW, COL):
+        if isinstance(kind, str):
             return Layout.of(labels[kind], kind, x, hidden)
         return Layout.read(of_reads(kind), kind, x, hidden, rows)
 

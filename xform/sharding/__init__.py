@@ -1,5 +1,8 @@
 """Parallelism that the user writes down: meshes, and rules for each axis."""
 
+from typing import TYPE_CHECKING
+
+from xform._later import later
 from xform.sharding import data as data
 from xform.sharding import fsdp as fsdp
 from xform.sharding import loss as loss
@@ -25,3 +28,8 @@ from xform.sharding.mesh import place as place
 from xform.sharding.mesh import settle as settle
 from xform.sharding.mesh import shardings as shardings
 from xform.sharding.tensor import TensorParallel as TensorParallel
+
+if TYPE_CHECKING:
+    from xform.sharding import pipeline as pipeline
+
+_MODULES, __getattr__, __dir__ = later(__name__, {"pipeline": ()})

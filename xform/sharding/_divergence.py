@@ -14,7 +14,8 @@ from dataclasses import dataclass
 
 from xform._compat import varying_axes
 from xform._cost_rules import named_axes
-from xform._program import Node, Region, Value, carried, own_inputs
+from xform._program import Node, Region, Value, own_inputs
+from xform.jaxpr import carried
 
 Axes = frozenset[str]
 _NONE: Axes = frozenset()
@@ -113,7 +114,7 @@ class _Manual:
             self.put(node.outs, [axes] * len(node.outs))
 
     def scan(self, node: Node) -> None:
-        n, body = carried(node), node.regions["body"]
+        n, body = carried(node.eqn), node.regions["body"]
         inside = own_inputs(node.eqn.params["jaxpr"], body)
         self.put(inside, [self.of(v) for v in node.ins])
         self.settle(body, inside[n.consts :][: n.carry], body.outputs[: n.carry])

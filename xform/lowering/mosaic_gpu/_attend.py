@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -266,7 +267,7 @@ def _constant(build: Callable, args: tuple, origin: tuple) -> tuple[np.ndarray, 
     return tuple(np.asarray(x) for x in program())
 
 
-def _host() -> jax.Device | None:
+def _host() -> Any:
     """A CPU, which compiles small programs many times faster than a GPU; None if JAX has none."""
     try:
         return jax.local_devices(backend="cpu")[0]
