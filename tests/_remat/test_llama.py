@@ -63,6 +63,7 @@ def work(f) -> float:
     return float(cost(jax.value_and_grad(f))(*arguments()).flops)
 
 
+@pytest.mark.slow
 def test_with_the_bytes_of_saved_products_it_repeats_less():
     policy = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
     theirs = partial(checkpointed, policy=policy)

@@ -159,6 +159,7 @@ def test_a_checkpoint_of_another_config_or_other_data_is_refused(tmp_path):
     assert "dp" not in str(error.value)
 
 
+@pytest.mark.slow
 def test_a_loss_that_is_no_number_ends_the_run_and_says_where_it_was_born(tmp_path):
     config = dataclasses.replace(TINY, steps=9, save_every=1, learning_rate=1e30)
     rows = pack(some_documents(), TINY.length)
@@ -171,7 +172,9 @@ def test_a_loss_that_is_no_number_ends_the_run_and_says_where_it_was_born(tmp_pa
     assert re.search(r"the last step that is saved is \d", "".join(error.value.__notes__))
 
 
-@pytest.mark.parametrize("policy", ["bf16", "fp8", "nvfp4"])
+@pytest.mark.parametrize(
+    "policy", ["fp8", *(pytest.param(x, marks=pytest.mark.slow) for x in ("bf16", "nvfp4"))]
+)
 def test_it_learns_in_other_dtypes(one_device, policy):
     config = dataclasses.replace(TINY, precision=policy, steps=20)
     rows = pack(some_documents(), TINY.length)
