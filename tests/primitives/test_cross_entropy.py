@@ -278,3 +278,25 @@ def test_the_program_holds_one_primitive_and_its_tile_sum():
     found = names(jax.grad(lambda *a: loss(*a)[0]))
     assert found.count("linear_cross_entropy") == found.count("loss_sum") == 1
     assert not {"scan", "while"} & set(found)
+
+
+def test_labels_without_a_sign_are_never_the_one_that_is_ignored():
+    h, w = jnp.ones((2, 4)), jnp.ones((4, 5))
+    loss, _ = linear_cross_entropy(h, w, jnp.array([2**32 - 1, 1], jnp.uint32))
+    assert np.isnan(loss[0])
+    assert np.isfinite(loss[1])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({"softcap": np.inf}, "`softcap` is inf"), ({"z_loss": np.inf}, "`z_loss` is inf")],
+    ids=["softcap", "z_loss"],
+)
+def test_numbers_must_be_finite(options, message):
+    with pytest.raises(ValueError, match=message):
+        linear_cross_entropy(jnp.ones((1, 4)), jnp.ones((4, 5)), jnp.array([1]), **options)
+
+
+def test_a_token_has_at_least_one_number():
+    with pytest.raises(ValueError, match=r"shape \(3, 0\); needed is at least one number"):
+        linear_cross_entropy(jnp.ones((3, 0)), jnp.ones((0, 7)), jnp.array([1, 1, 1]))

@@ -96,6 +96,8 @@ SHORT = TOKENS[:-1]
         (TOKENS.astype("<u2").tobytes()[:-1], None, r"8001 bytes, .* multiple of the 2 of"),
         (SHORT.astype("<u4").tobytes()[:-2], "uint32", r"15998 bytes, .* multiple of the 4 of"),
         (SHORT.astype("<u4").tobytes(), None, r"looks like uint32.*Say so: dtype uint32"),
+        (SHORT.astype("<i8").tobytes(), None, r"looks like int64, and is read as uint16.*'<u4'"),
+        (SHORT.astype("<i8").tobytes(), "uint32", r"looks like int64, and is read as uint32"),
         (SHORT.astype("<u2").tobytes(), "uint32", r"Read as uint16, they would all be inside"),
         (SHORT.astype(">u2").tobytes(), None, r"Read as uint16 in big-endian order"),
         (outside(3210, 1000), None, r"token 1000 at place 3,210, and the vocabulary ends at 999"),
@@ -108,6 +110,12 @@ SHORT = TOKENS[:-1]
 def test_every_other_file_is_refused(write, data, dtype, message):
     with pytest.raises(ValueError, match=message):
         read_tokens(write(data), codes=1000, dtype=dtype)
+
+
+def test_a_dtype_that_is_said_is_believed(write):
+    tokens = np.array([5, 0] * 500)
+    read = read_tokens(write(tokens.astype("<u2").tobytes()), codes=1000, dtype="uint16")
+    np.testing.assert_array_equal(read, tokens)
 
 
 def test_a_token_outside_is_found_beyond_the_first_chunk(write, monkeypatch):
@@ -192,7 +200,7 @@ def test_a_fingerprint_knows_the_tokens_and_not_where_they_are(write):
 
 @pytest.fixture(scope="module")
 def tokenizer_json(tmp_path_factory):
-    """A byte-level BPE of 300 tokens, trained on a few words."""
+    """A byte-level BPE of 300 tokens, trained on a few words; its file cuts and fills texts."""
     tokenizers = pytest.importorskip("tokenizers")
     made = tokenizers.Tokenizer(tokenizers.models.BPE())
     made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -202,6 +210,8 @@ def tokenizer_json(tmp_path_factory):
         vocab_size=300, initial_alphabet=alphabet, show_progress=False
     )
     made.train_from_iterator(["the tokens of the text are those of the text"] * 9, trainer)
+    made.enable_truncation(4)
+    made.enable_padding(length=64)
     path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
     made.save(str(path))
     return path, made.get_vocab_size()

@@ -157,3 +157,9 @@ def is_label(at: At):
 def others(x, own):
     """The logits of a tile but those of labels, which read as minus infinity."""
     return jnp.where(own, -jnp.inf, x)
+
+
+def without_ignored(labels, x):
+    """Rows `[*tokens,...]`, those of ignored tokens 0, whatever they were."""
+    ignored = (labels == IGNORED).reshape(*labels.shape, *[1] * (x.ndim - labels.ndim))
+    return jnp.where(ignored, jnp.zeros((), x.dtype), x)

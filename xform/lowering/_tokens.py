@@ -59,7 +59,7 @@ class Layout:
         lead = x.shape[: len(self.looped)]
         if kind == ROW:
             tail = x.shape[hidden + len(self.tokens) :]
-            return x.reshape(*lead, self._count, *tail)
+            return x.reshape(*lead, self.count, *tail)
         return x.reshape(*lead, *x.shape[hidden:])
 
     def leave(self, x, kind: Kind, shape: Sequence[int]):
@@ -77,13 +77,13 @@ class Layout:
         """Shape and dtype of one instance's part of a result; wide, if parts are still summed."""
         hidden = len(self.sizes)
         tail = self.spec.tail(kind, out.shape[hidden:])
-        shape = (self._count, *tail) if kind == ROW else out.shape[hidden:]
+        shape = (self.count, *tail) if kind == ROW else out.shape[hidden:]
         own = range(hidden) if kind == ROW else self.looped
         finished = all(out.shape[d] == self.sizes[d] for d in own)
         return jax.ShapeDtypeStruct(shape, out.dtype if finished else self.spec.wide)
 
     @property
-    def _count(self) -> int:
+    def count(self) -> int:
         """Tokens of one instance."""
         shared = [n for d, n in enumerate(self.sizes) if d not in self.looped]
         return math.prod((*shared, *self.tokens))

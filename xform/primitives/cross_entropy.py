@@ -35,9 +35,16 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Integer
 
 from xform._compat import Primitive, varying_axes
-from xform.lowering import chunked, reference
-from xform.lowering._loss_fn import IGNORED, Chunks, CrossEntropy, LossSpec, RowGradients
-from xform.lowering._tile_fn import Jvp, base, log_sum
+from xform.lowering import _tokens, chunked, reference
+from xform.lowering._loss_fn import (
+    IGNORED,
+    Chunks,
+    CrossEntropy,
+    LossSpec,
+    RowGradients,
+    without_ignored,
+)
+from xform.lowering._tile_fn import ROW, Jvp, base, log_sum
 from xform.primitives._auto import axis_names, local_rows, register
 from xform.primitives._choose import by_kernels, default_device
 from xform.primitives._rules import add_hidden_dim, hidden_sizes, join_axes
@@ -78,7 +85,7 @@ def linear_cross_entropy(
 
     bytes: 150 MB at N = 8,192, V = 128,256 and D = 4,096, where logits would take 4,203. Kernels
     take 12 N V / 256 for the loss, and 4 N D + 2 N v + 2 D v for both gradients, with v = 2,048:
-    49 and 185 MB there.
+    49 and 205 MB there, with what XLA adds.
 
     **Devices.** Tokens may be split over any mesh axes, explicit, automatic or manual: each device
     works on its own, and the gradient of weights that all share is summed. Weights may be split
@@ -101,7 +108,7 @@ def linear_cross_entropy(
       ignore_label: tokens with this label have loss 0, log-sum-exp 0 and no influence on any
         gradient, whatever their hidden states, NaN included.
       vocab_axis: the manual mesh axis that splits `weight` and `bias` along the vocabulary; labels
-        count over the whole of it.
+        count over the whole of it, and tokens are the same on all devices along it.
       chunks: how many logits are held at once; `xform.lowering.chunked.CHUNKS` has the defaults.
       implementation: "chunked" (any device), "mosaic_gpu" (kernels for NVIDIA's Hopper: bfloat16
         and float16, first derivatives, lengths that its copies take; raises for the rest),
@@ -157,6 +164,8 @@ def _cross_entropy(
     if vocab_axis is not None:
         first = lax.axis_index(vocab_axis) * size
         entries = size * lax.axis_size(vocab_axis)
+    if jnp.issubdtype(labels.dtype, jnp.unsignedinteger):  # none of these is -1
+        labels = jnp.minimum(labels, min(jnp.iinfo(labels.dtype).max, jnp.iinfo(jnp.int32).max))
     labels = labels.astype(jnp.promote_types(labels.dtype, jnp.int32))  # they may be -1
     ignored = labels == ignore_label
     found = (labels >= 0) & (labels < entries)
@@ -239,7 +248,9 @@ def _structs(*args, spec: LossSpec, hidden: int, rows):
 def _impl(*args, spec, hidden, rows, device, auto):
     def forward(*args):
         *operands, labels = args
-        if by_kernels(spec, operands[1].shape, labels.size, device, has=rows is None):
+        kinds = (ROW, ROW, *CrossEntropy(spec).operands[2:])
+        tokens = _tokens.Layout.of(spec, hidden, kinds, [labels, *operands]).count
+        if by_kernels(spec, operands[1].shape, tokens, device, has=rows is None):
             from xform.lowering.mosaic_gpu import _loss
 
             return _loss.forward(spec, hidden, operands, labels)
@@ -265,6 +276,8 @@ def _jvp(primals, tangents, *, spec, hidden, rows):
     dh, *columns = tangents[:-1]
     moves = lambda ts: tuple(type(t) is not ad.Zero for t in ts)
     (along_h,), along = moves([dh]), moves(columns)
+    if along_h:
+        dh = without_ignored(labels, dh)
     together = spec.together and along_h and rows is None
     kept = spec.dtype if rows is None and along_h and not together else rows
     bind = partial(linear_cross_entropy_p.bind, *primals, spec=spec, hidden=hidden)
@@ -322,6 +335,8 @@ def _check(hidden, weight, labels, bias, vocab_dim, vocab_axis, implementation) 
             f"`hidden` has {hidden.shape[-1]} numbers per token and `weight`, {weight.shape}, "
             f"{weight.shape[1 - vocab_dim]} per entry{hint}"
         )
+    elif not hidden.shape[-1]:
+        wrong.append(f"`hidden` has shape {hidden.shape}; needed is at least one number per token")
     if labels.shape != hidden.shape[:-1]:
         wrong.append(
             f"`labels` has shape {labels.shape}; needed is one per token, {hidden.shape[:-1]}"
@@ -360,11 +375,11 @@ def _check_numbers(softcap, label_smoothing, z_loss) -> None:
         if isinstance(x, Tracer):
             wrong.append(f"`{name}` is traced; needed is a number of the program")
     if not wrong:
-        if softcap is not None and not softcap > 0:
+        if softcap is not None and not 0 < softcap < np.inf:
             wrong.append(f"`softcap` is {softcap}; needed is a positive number, or None")
         if not 0 <= label_smoothing <= 1:
             wrong.append(f"`label_smoothing` is {label_smoothing}; needed is a number from 0 to 1")
-        if not z_loss >= 0:
+        if not 0 <= z_loss < np.inf:
             wrong.append(f"`z_loss` is {z_loss}; needed is a number not below 0")
     if wrong:
         raise ValueError(f"linear_cross_entropy: {'; '.join(wrong)}.")

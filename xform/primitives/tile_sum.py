@@ -25,8 +25,8 @@ import jax.numpy as jnp
 from jax.interpreters import ad, batching
 
 from xform._compat import Primitive
-from xform.lowering import blockwise
-from xform.lowering._loss_fn import LossSpec
+from xform.lowering import _tokens, blockwise
+from xform.lowering._loss_fn import LossSpec, without_ignored
 from xform.lowering._spec import Spec
 from xform.lowering._tile_fn import COL, ROW, Jvp, Kind, TileFn, Transpose, merge
 from xform.primitives._auto import local_rows, register
@@ -112,12 +112,16 @@ def _loss_impl(*args, fn, hidden, outs, device, auto, **_):
         from xform.lowering import chunked  # slow to import, and not wanted by attention
         from xform.lowering.mosaic_gpu import _loss
 
-        arrays = (fn, hidden, _structs(outs), *_split(args, fn))
-        weight = next(x for x, kind in zip(args, fn.operands, strict=False) if kind == COL)
+        operands, context = _split(args, fn)
+        call = (fn, hidden, _structs(outs), operands, context)
+        weight = next(x for x, kind in zip(operands, fn.operands, strict=True) if kind == COL)
         has = _loss.differentiates(fn)
-        if by_kernels(fn.spec, weight.shape, args[-1].size, device, has=has):
-            return _loss.gradients(*arrays)
-        return chunked.tile_sum(*arrays, device.platform)
+        kinds = (ROW, *fn.operands, *fn.results)
+        arrays = [*context, *operands, *_structs(outs)]
+        tokens = _tokens.Layout.of(fn.spec, hidden, kinds, arrays).count
+        if by_kernels(fn.spec, weight.shape, tokens, device, has=has):
+            return _loss.gradients(*call)
+        return chunked.tile_sum(*call, device.platform)
 
     if not (auto and fn.spec.token_dims):
         return whole(*args)
@@ -131,6 +135,10 @@ def _jvp(primals, tangents, *, fn, outs, **params):
     operands, context = _split(primals, fn)
     tangents, _ = _split(tangents, fn)
     nonzero = tuple(type(t) is not ad.Zero for t in tangents)
+    if isinstance(fn.spec, LossSpec):
+        rows = zip(tangents, fn.operands, nonzero, strict=True)
+        clean = partial(without_ignored, context[0])
+        tangents = [clean(t) if z and kind == ROW else t for t, kind, z in rows]
     moving = [t for t, z in zip(tangents, nonzero, strict=True) if z]
     bind = partial(tile_sum, context=context, outs=_structs(outs), **params)
     return bind(fn, operands), bind(Jvp(fn, nonzero), [*operands, *moving])

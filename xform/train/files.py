@@ -69,7 +69,12 @@ def _hugging_face(path: Path) -> Tokenizer:
     def to_tokens(text: bytes) -> np.ndarray:
         return np.asarray(loaded.encode(text.decode(), add_special_tokens=False).ids, np.int32)
 
-    codes = 1 + max(loaded.get_vocab().values())
+    # A file may bring settings of inference along, which would cut documents off, and fill them up.
+    loaded.no_truncation()
+    loaded.no_padding()
+    codes = 1 + max(loaded.get_vocab().values(), default=-1)
+    if not codes:
+        raise ValueError(f"`{path}` is a tokenizer without tokens.")
     return Tokenizer(codes, to_tokens, lambda tokens: loaded.decode(list(map(int, tokens))))
 
 
@@ -205,7 +210,7 @@ def read_tokens(path: Path, *, codes: int, dtype: str | None = None) -> np.ndarr
     told, offset, count = _header(head)
     if told and dtype and told != dtype:
         raise ValueError(f"`{path}` says in its header that it is {told}, asked is {dtype}")
-    dtype = dtype or told or "uint16"
+    guessed, dtype = not (dtype or told), dtype or told or "uint16"
     item = np.dtype(dtype).itemsize
     body = size - offset
     if body < item:
@@ -220,8 +225,12 @@ def read_tokens(path: Path, *, codes: int, dtype: str | None = None) -> np.ndarr
             f"`{path}` is cut off: its header promises {count} tokens, there are {body // item}"
         )
     tokens = np.memmap(path, np.dtype(dtype).newbyteorder("<"), "r", offset)
-    _check_tokens(path, tokens, codes)
+    _check_tokens(path, tokens, codes, guessed=guessed)
     return tokens
+
+
+_TELLING = 512
+"""Bytes from which on it is no accident that most of them are 0."""
 
 
 def _header(head: bytes) -> tuple[str | None, int, int | None]:
@@ -231,9 +240,13 @@ def _header(head: bytes) -> tuple[str | None, int, int | None]:
     return (told, _HEADER, int(numbers[2])) if told else (None, 0, None)
 
 
-def _check_tokens(path: Path, tokens: np.ndarray, codes: int) -> None:
-    """Raises if a token is outside of the vocabulary, or all look like halves of longer ones."""
-    highest = np.zeros(2, np.int64)  # at even and at odd places
+def _check_tokens(path: Path, tokens: np.ndarray, codes: int, *, guessed: bool) -> None:
+    """Raises if a token is outside of the vocabulary, or all look like parts of longer ones.
+
+    Halves of tokens are looked for where their dtype is a guess; quarters, of which most are 0,
+    where a file is long enough to tell.
+    """
+    highest = np.zeros(4, np.int64)  # at every fourth place
     for start in range(0, len(tokens), _CHUNK):
         chunk = tokens[start : start + _CHUNK]
         outside = np.flatnonzero(chunk >= codes)
@@ -243,11 +256,17 @@ def _check_tokens(path: Path, tokens: np.ndarray, codes: int) -> None:
                 f"`{path}` holds token {chunk[at]} at place {start + at:,}, and the vocabulary "
                 f"ends at {codes - 1}. {_other_dtype(tokens, codes)}"
             )
-        pair = [chunk[i::2].max(initial=0) for i in range(2)]
-        highest = np.maximum(highest, pair)
-    even, odd = highest
+        highest = np.maximum(highest, [chunk[i::4].max(initial=0) for i in range(4)])
+    size, item = tokens.nbytes, tokens.dtype.itemsize
+    low, high = highest[: 4 // item], highest[4 // item : 8 // item]
+    if size % 8 == 0 and size >= _TELLING and low.any() and not (high.any() or highest[3]):
+        raise ValueError(
+            f"`{path}` looks like int64, and is read as {tokens.dtype.name}: most numbers are 0. "
+            "`np.fromfile(path, '<i8').astype('<u4').tofile('tokens.bin')` makes a file of uint32."
+        )
+    even, odd = highest[::2].max(), highest[1::2].max()
     # The upper halves of uint32 tokens are tiny numbers, and every second one.
-    if tokens.dtype.itemsize == 2 and len(tokens) % 2 == 0 and odd <= codes >> 16 < even:
+    if guessed and item == 2 and len(tokens) % 2 == 0 and odd <= codes >> 16 < even:
         raise ValueError(
             f"`{path}` looks like uint32, and is read as uint16: every second token is at most "
             f"{odd}. Say so: dtype uint32."

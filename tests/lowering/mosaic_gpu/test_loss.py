@@ -197,3 +197,12 @@ def test_kernels_are_chosen_where_they_fit(tokens, here, kernels, monkeypatch):
     loss = lambda h, w: linear_cross_entropy(h, w, labels)[0].mean()
     for f, count in zip((loss, jax.grad(loss, argnums=(0, 1))), kernels, strict=True):
         assert lower_for("H200", f, h, w).as_text().count("@mosaic_gpu") == count
+
+
+@pytest.mark.parametrize(("weights", "kernels"), [(0, 0), (None, 1)], ids=["each its own", "one"])
+def test_instances_of_vmap_are_counted_as_they_run(weights, kernels):
+    """Under `vmap` tokens of all instances share the weights, or each instance runs alone."""
+    h, y = jnp.ones((2, 12, 64), jnp.bfloat16), jnp.zeros((2, 12), jnp.int32)
+    w = jnp.ones((64, 64) if weights is None else (2, 64, 64), jnp.bfloat16)
+    loss = jax.vmap(lambda h, w, y: linear_cross_entropy(h, w, y)[0], (0, weights, 0))
+    assert lower_for("H200", loss, h, w, y).as_text().count("@mosaic_gpu") == kernels

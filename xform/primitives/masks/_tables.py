@@ -98,7 +98,7 @@ class graph(Mask):
 
     @classmethod
     def of(cls, adjacency: ArrayLike) -> "graph":
-        """Returns the graph of a boolean matrix, `[T,S]` or `[B,T,S]`: whom each query sees."""
+        """Returns the graph of a matrix, `[T,S]` or `[B,T,S]`: not 0 where a query sees a key."""
         return cls(_packed(jnp.asarray(adjacency)))
 
     @classmethod
@@ -170,7 +170,7 @@ class tree(Mask):
 def _packed(adjacency):
     """Bits `[..., n]` as uint32 words `[..., ceil(n / 32)]`."""
     fill = [(0, 0)] * (adjacency.ndim - 1) + [(0, -adjacency.shape[-1] % 32)]
-    bits = jnp.pad(adjacency, fill).reshape(*adjacency.shape[:-1], -1, 32)
+    bits = jnp.pad(adjacency != 0, fill).reshape(*adjacency.shape[:-1], -1, 32)
     place = jax.lax.broadcasted_iota(jnp.uint32, bits.shape, bits.ndim - 1)
     return jnp.sum(bits.astype(jnp.uint32) << place, -1, dtype=jnp.uint32)
 
