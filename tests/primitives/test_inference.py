@@ -12,7 +12,7 @@ from tests.oracle import assert_as_right_as, in_float64, plain
 from xform.primitives import inference
 from xform.primitives.attention import flex_attention
 from xform.primitives.inference import decode_attention, merge, paged_attention
-from xform.primitives.masks import causal, documents, global_tokens, sliding_window
+from xform.primitives.masks import causal, documents, global_tokens, sliding_window, tree
 from xform.primitives.scores import alibi, softcap
 
 B, H, K, D, V, S, PAGE = 3, 4, 2, 8, 6, 70, 7
@@ -305,3 +305,17 @@ def test_inside_shard_map(split):
     specs = (of, of, of, jax.P() if split == "heads" else of)
     found = once(jax.shard_map(run, mesh=mesh, in_specs=specs, out_specs=of), q, k, v, lengths)
     np.testing.assert_allclose(found, once(run, q, k, v, lengths), atol=1e-6)
+
+
+def test_a_tree_of_tokens_behind_texts_of_different_lengths():
+    """Speculative decoding: queries are counted from the beginning of each text."""
+    rng = np.random.default_rng(0)
+    normal = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)
+    q, k, v = normal(2, 4, 4, 8), normal(2, 40, 2, 8), normal(2, 40, 2, 8)
+    parents, lengths = jnp.array([-1, 0, 0, 1]), jnp.array([20, 33])
+    mask = tree(parents, context=lengths - 4, first=lengths - 4)
+    out = decode_attention(q, k, v, lengths, mask_mod=mask)
+    for b, n in enumerate((20, 33)):
+        one = [x[b : b + 1] for x in (q, k[:, :n], v[:, :n])]
+        true = flex_attention(*one, mask_mod=tree(parents, context=n - 4))
+        np.testing.assert_allclose(out[b : b + 1], true, rtol=1e-5, atol=1e-6)

@@ -143,6 +143,8 @@ class tree(Mask):
         parents: integers `[T]`, or `[B,T]`: which token of the tree each one follows; negative for
             those that follow the text itself.
         context: how many keys come before the tree: a scalar, or `[B]`. Keys behind it are hidden.
+        first: the position of the tree's first query: a scalar, or `[B]`. It is `context` where
+            queries are counted from the beginning of a text, as `decode_attention` does.
 
     Raises:
         ValueError: parents have another number of dimensions.
@@ -154,17 +156,20 @@ class tree(Mask):
 
     parents: ArrayLike
     context: ArrayLike = field(default=0, kw_only=True)
+    first: ArrayLike = field(default=0, kw_only=True)
 
     def __call__(self, b, h, q_idx, kv_idx):
         of_batch("tree(parents)", self.parents, b, "T")  # refuses other numbers of dimensions
         node = kv_idx - of_batch("tree(context)", self.context, b)()
         ancestors = of_batch("tree(parents)", _ancestors(jnp.asarray(self.parents)), b, "TW")
-        leads = _bit(ancestors, q_idx, jnp.maximum(node, 0))
+        row = q_idx - of_batch("tree(first)", self.first, b)()
+        leads = _bit(ancestors, row, jnp.maximum(node, 0))
         return (node < 0) | ((node < jnp.shape(self.parents)[-1]) & leads)
 
     def misfits(self, shape):
         wrong = misfit("tree(parents)", self.parents, [shape.q], shape.b)
-        return wrong + misfit("tree(context)", self.context, (), shape.b)
+        wrong += misfit("tree(context)", self.context, (), shape.b)
+        return wrong + misfit("tree(first)", self.first, (), shape.b)
 
 
 def _packed(adjacency):
