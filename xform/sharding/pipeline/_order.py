@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from xform.sharding.pipeline._schedule import Action, Schedule
 
 
@@ -52,3 +54,26 @@ class Order:
         """What brings a result of another stage: its making, or a message that the table has."""
         by_message = self.spelled_out and self.rank_of[other] != self.rank_of[stage]
         return Action(message, stage, made.microbatch) if by_message else made
+
+
+def run(schedule: Schedule, order: Order) -> Iterator[tuple[int, int, tuple[Action, ...]]]:
+    """Runs each rank's row as far as it comes: yields rank, step and cell as they get their turn.
+
+    A cell has its turn after all that its actions need, but what they need of each other. Where all
+    ranks that are left wait, it ends.
+    """
+    done: set[Action] = set()
+    steps = [0] * schedule.ranks
+    moved = True
+    while moved:
+        moved = False
+        for rank, row in enumerate(schedule.rows):
+            while steps[rank] < len(row):
+                cell = row[steps[rank]]
+                needs = (need for action in cell for need in order.needs(action))
+                if any(need not in done and need not in cell for need in needs):
+                    break
+                yield rank, steps[rank], cell
+                done.update(cell)
+                steps[rank] += 1
+                moved = True

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from xform.sharding.pipeline._order import Order
+from xform.sharding.pipeline._order import Order, run
 from xform.sharding.pipeline._schedule import Action, Schedule
 from xform.sharding.pipeline._ticks import lengths, ticks
 from xform.sharding.pipeline._times import UNIT, Times
@@ -110,26 +110,16 @@ def simulate(schedule: Schedule, times: Times = UNIT, *, lockstep: bool = False)
 def _asynchronous(schedule: Schedule, times: Times) -> Timeline:
     order = Order(schedule)
     ends: dict[Action, tuple[float, int]] = {}
-    clocks, steps = [0.0] * schedule.ranks, [0] * schedule.ranks
+    clocks = [0.0] * schedule.ranks
     bars: list[list[Bar]] = [[] for _ in range(schedule.ranks)]
     placed: list[Bar] = []
-    moved = True
-    while moved:
-        moved = False
-        for rank, row in enumerate(schedule.rows):
-            while steps[rank] < len(row):
-                cell = row[steps[rank]]
-                outside = [n for a in cell for n in order.needs(a) if n not in cell]
-                if any(need not in ends for need in outside):
-                    break
-                arrive = (end + times.send * (at != rank) for end, at in (ends[n] for n in outside))
-                start = max([clocks[rank], *arrive])
-                _place(bars[rank], rank, start, cell, times)
-                placed += bars[rank][-len(cell) :]
-                clocks[rank] = bars[rank][-1].end
-                ends.update(dict.fromkeys(cell, (clocks[rank], rank)))
-                steps[rank] += 1
-                moved = True
+    for rank, _, cell in run(schedule, order):
+        outside = [ends[need] for a in cell for need in order.needs(a) if need not in cell]
+        start = max([clocks[rank], *(end + times.send * (at != rank) for end, at in outside)])
+        _place(bars[rank], rank, start, cell, times)
+        placed += bars[rank][-len(cell) :]
+        clocks[rank] = bars[rank][-1].end
+        ends.update(dict.fromkeys(cell, (clocks[rank], rank)))
     every = tuple(bar for row in bars for bar in row)
     return Timeline(schedule, every, False, max(clocks), _begun(placed))
 

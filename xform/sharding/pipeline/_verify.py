@@ -12,7 +12,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from xform.sharding.pipeline._order import Order
+from xform.sharding.pipeline._order import Order, run
 from xform.sharding.pipeline._schedule import Action, Schedule
 from xform.sharding.pipeline._times import Real
 
@@ -275,19 +275,9 @@ def _circle(schedule: Schedule, order: Order) -> Iterator[Problem]:
     """No ranks that wait for one another: runs the table, and looks at where it gets stuck."""
     done: set[Action] = set()
     next_step = [0] * schedule.ranks
-    moved = True
-    while moved:
-        moved = False
-        for rank, row in enumerate(schedule.rows):
-            while next_step[rank] < len(row):
-                cell = row[next_step[rank]]
-                if any(
-                    need not in done and need not in cell for a in cell for need in order.needs(a)
-                ):
-                    break
-                done.update(cell)
-                next_step[rank] += 1
-                moved = True
+    for rank, step, cell in run(schedule, order):
+        done.update(cell)
+        next_step[rank] = step + 1
     stuck = [rank for rank, row in enumerate(schedule.rows) if next_step[rank] < len(row)]
     if not stuck:
         return
