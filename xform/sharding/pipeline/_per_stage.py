@@ -5,8 +5,8 @@ them as their inputs come, so that no rank waits for another's slower action. Re
 device to device. Values live between programs as arrays with a leading dim for the devices over
 which they differ, so that a type says the same inside a program and outside.
 
-What it costs more than `one_program` is time to send off, at every action, and
-a compilation for each rank.
+What it costs more than `one_program` is time to send off, at every action, and a compilation for
+each rank.
 """
 
 from __future__ import annotations

@@ -5,6 +5,8 @@ from __future__ import annotations
 import html
 from typing import TYPE_CHECKING
 
+from xform._show import axes
+
 if TYPE_CHECKING:
     from xform.sharding.pipeline._simulate import Bar, Timeline
 
@@ -95,11 +97,8 @@ def as_html(timeline: Timeline) -> str:
 
 def plot(timeline: Timeline, ax=None):
     """The chart by matplotlib."""
-    import matplotlib.pyplot as plt
-
-    if ax is None:
-        width = min(20.0, max(6.0, len(timeline.bars) / timeline.schedule.ranks * 0.35))
-        _, ax = plt.subplots(figsize=(width, 0.4 * timeline.schedule.ranks + 1.2))
+    width = min(20.0, max(6.0, len(timeline.bars) / timeline.schedule.ranks * 0.35))
+    ax = axes(ax, width, 0.4 * timeline.schedule.ranks + 1.4)
     seen = set()
     for bar in timeline.bars:
         kind, length = bar.action.kind, bar.end - bar.start
@@ -111,7 +110,8 @@ def plot(timeline: Timeline, ax=None):
         seen.add(kind)
         if length >= timeline.end / 60:
             middle = bar.start + length / 2
-            ax.text(middle, bar.rank, _label(timeline, bar), ha="center", va="center", fontsize=7)
+            text = {"ha": "center", "va": "center", "fontsize": 7, "color": "white"}
+            ax.text(middle, bar.rank, _label(timeline, bar), **text)
     for start in timeline.starts:
         ax.axvline(start, color="#888", linewidth=0.4)
     ax.set_yticks(
@@ -119,8 +119,9 @@ def plot(timeline: Timeline, ax=None):
     )
     ax.set_xlim(0, timeline.end)
     ax.invert_yaxis()
+    ax.set_xlabel("time (in the unit of the costs)", fontsize=8)
     ax.set_title(summary(timeline), fontsize=9)
-    ax.legend(ncols=4, fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.12), frameon=False)
+    ax.legend(fontsize=7, loc="upper left", bbox_to_anchor=(1, 1), frameon=False)
     return ax
 
 
