@@ -91,10 +91,10 @@ def watched() -> Iterator[list[tuple[float, list[float]]]]:
         return
     command = [
         "nvidia-smi",
-        "-i0",
+        "--id=0",
         f"--query-gpu={QUERY}",
         "--format=csv,noheader,nounits",
-        "-lms50",
+        "--loop-ms=50",
     ]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
 
@@ -177,8 +177,9 @@ def heading() -> str:
     name = jax.devices()[0].device_kind
     limit = "unknown"
     if shutil.which("nvidia-smi"):
-        command = ["nvidia-smi", "-i0", "--query-gpu=power.limit", "--format=csv,noheader"]
-        limit = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+        command = ["nvidia-smi", "--id=0", "--query-gpu=power.limit", "--format=csv,noheader"]
+        said = subprocess.run(command, capture_output=True, text=True, check=False)
+        limit = said.stdout.strip() if said.returncode == 0 else limit
     git = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
     commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
     return (
