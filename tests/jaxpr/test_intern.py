@@ -69,6 +69,7 @@ EQUAL = {name: getattr(jax.nn, name) for name in NAMES} | {
     "nan": lambda x: jnp.where(x > 0, x, math.nan),
     "gather": lambda x: x[jnp.argsort(x)],
     "norm": jnp.linalg.norm,
+    "accuracy": lambda x: jax.lax.tanh(x, accuracy=jax.lax.Tolerance(rtol=1e-3)),
 }
 
 
@@ -128,6 +129,10 @@ DIFFERENT = {
     "static_argument_type": (lambda x: with_static(1, x), lambda x: with_static(True, x)),
     "static_signed_zero": (lambda x: with_static(0.0, x), lambda x: with_static(-0.0, x)),
     "policy": (policy("a"), policy("b")),
+    "accuracy": (
+        lambda x: jax.lax.tanh(x, accuracy=jax.lax.Tolerance(rtol=1e-3)),
+        lambda x: jax.lax.tanh(x, accuracy=jax.lax.Tolerance(rtol=1e-4)),
+    ),
     "call": (jnp.sin, jax.jit(lambda x: jnp.sin(x))),
     "saved_name": (
         lambda x: checkpoint_name(x, "a"),

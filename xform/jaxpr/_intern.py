@@ -99,6 +99,8 @@ def _key(value: Any) -> Hashable:
             return kind, value.__code__.co_filename, value.__code__, _captured(value)
         case Unhashable():
             return kind, _key(value.val)
+        case jax.lax.Tolerance():
+            return kind, value.atol, value.rtol, value.ulps
         case jax.tree_util.PyTreeDef():
             return kind, _key(value.node_data()), _key(value.children())
         case _ if isinstance(value, _BOOKKEEPING):

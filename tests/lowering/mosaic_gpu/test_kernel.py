@@ -22,6 +22,7 @@ from xform.lowering.mosaic_gpu import _plgpu as plgpu
 from xform.primitives import attention
 from xform.primitives._choose import Choice
 from xform.primitives.block_map import block_map
+from xform.primitives.scores import softcap
 
 ROOT = Path(__file__).parents[3]
 SLOPES, TABLE = jnp.arange(4.0), jnp.zeros((4, 4096))
@@ -36,6 +37,7 @@ MODS = {
     "documents": {"mask_mod": causal() & documents(IDS)},
     "alibi": {"score_mod": lambda s, b, h, q, k: s - SLOPES[h] * (q - k), "mask_mod": causal()},
     "soft cap": {"score_mod": lambda s, b, h, q, k: 30 * jnp.tanh(s / 30), "mask_mod": causal()},
+    "soft cap, nearly": {"score_mod": softcap(30.0, rtol=5e-4), "mask_mod": causal()},
     "table": {"score_mod": lambda s, b, h, q, k: s + TABLE[h, q - k + 2048]},
     "rows and columns": {"score_mod": lambda s, b, h, q, k: s * TABLE[h, q] + TABLE[0, k]},
     "pairs": {"score_mod": lambda s, b, h, q, k: s + PAIRS[h, q, k], "mask_mod": causal()},

@@ -29,7 +29,8 @@ def _spread(values, like):
 @pytest.mark.parametrize(
     ("f", "x", "tolerance"),
     [
-        (jnp.tanh, X, 2e-6),
+        (jnp.tanh, X, 6e-7),
+        (lambda x: lax.tanh(x, accuracy=lax.Tolerance(rtol=1e-5)), X, 6e-7),
         (jnp.sin, X * 50, 4e-6),
         (jnp.cos, X * 50, 4e-6),
         (jnp.floor, X, 0),
@@ -60,6 +61,15 @@ def test_agrees_with_what_it_stands_for(f, x, tolerance):
     expected = np.asarray(jax.vmap(f)(x), np.float64)
     found = np.asarray(run(f, x), np.float64)
     np.testing.assert_allclose(found, expected, rtol=tolerance, atol=tolerance)
+
+
+def test_the_hardware_s_own_tanh_is_for_those_who_allow_its_error():
+    def program(rtol):
+        f = lambda x: lax.tanh(x, accuracy=lax.Tolerance(rtol=rtol))
+        return str(jax.make_jaxpr(lambda x: run(f, x))(X))
+
+    assert "tanh" in program(5e-4)
+    assert "tanh" not in program(4e-4)
 
 
 def test_powers_of_negative_numbers():
