@@ -259,6 +259,18 @@ def test_a_document_mask_may_be_wrapped_and_passed_through_transforms():
     np.testing.assert_allclose(scanned, one_by_one, atol=1e-6)
 
 
+@pytest.mark.slow
+def test_a_block_map_of_as_many_keys_as_there_may_be():
+    """The last tiles of 2^30 positions, one query: no index of a tile or a pair wraps."""
+    i, n, tile = jnp.int32(0), 2**30, 512
+    mask = jax.make_jaxpr(lambda b, h, q, k: (k >= n - tile - 3) | (k == 5))(i, i, i, i).jaxpr
+    build = lambda: block_map(mask, (), b=0, h=0, q_len=1, kv_len=n, q_tile=1, kv_tile=tile)
+    kinds = np.asarray(jax.jit(build)())
+    assert kinds.shape == (1, n // tile)
+    assert np.flatnonzero(kinds).tolist() == [0, n // tile - 2, n // tile - 1]
+    assert kinds[0, -2:].tolist() == [1, 2]
+
+
 def test_a_block_map_of_a_million_tokens():
     i = jnp.int32(0)
     mask = jax.make_jaxpr(lambda b, h, q, k: q >= k)(i, i, i, i).jaxpr

@@ -129,6 +129,7 @@ def _on_instances(
             each = zip(ys, results, sums, strict=True)
             return [(lax.psum(y, axes) if axes else y).astype(s.dtype) for y, s, axes in each]
 
+        # Unchecked: here, where all derivatives are taken, values have no types of manual axes.
         return jax.shard_map(
             local, mesh=mesh, axis_names=set(axis_names(split.values())), check_vma=False,
             in_specs=tuple(x.sharding.spec for x in operands), out_specs=placed,

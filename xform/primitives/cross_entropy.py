@@ -82,9 +82,9 @@ def linear_cross_entropy(
         gradient of weights           6 t v + 6 D v + 2 t D          for t, v = chunks.by_entry
 
     bytes, and 2 N D more with label smoothing: 120 to 190 MB at N = 8,192, V = 128,256 and
-    D = 4,096 with any options, where logits would take 4,203. Kernels
-    take 12 N V / 256 for the loss, and 4 N D + 2 N v + 2 D v for both gradients, with v = 2,048:
-    49 and 205 MB there, with what XLA adds.
+    D = 4,096 with any options, where logits would take 4,203. Kernels take 12 N V / 256 for the
+    loss, and 4 N D + 2 N v + 2 D v for both gradients, with v = 2,048: 49 and 205 MB there, with
+    what XLA adds.
 
     **Devices.** Tokens may be split over any mesh axes, explicit, automatic or manual: each device
     works on its own, and the gradient of weights that all share is summed. Weights may be split
