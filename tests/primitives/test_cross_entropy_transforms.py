@@ -221,8 +221,9 @@ def test_tokens_and_vocabulary_split_over_one_axis_are_an_error(unchecked):
         return CHUNKED(x["hidden"], x["weight"], labels, bias=x["bias"], vocab_axis="tp")
 
     spread = jax.shard_map(body, mesh=mesh, in_specs=(specs, P("tp")), out_specs=(P("tp"),) * 2)
+    placed = jax.device_put((x, labels), shardings(mesh, (specs, P("tp"))))
     with pytest.raises(ValueError, match="`labels` vary over 'tp', the `vocab_axis`; needed are"):
-        jax.eval_shape(spread, x, labels)
+        jax.eval_shape(spread, *placed)
 
 
 def collectives(compiled) -> set[str]:
