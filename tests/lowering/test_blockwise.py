@@ -88,8 +88,8 @@ def operations(length) -> int:
 
 def test_programs_of_all_lengths_are_of_one_size():
     """One tile, or loops over tiles: nothing is unrolled, so that no length compiles slowly."""
-    short = [operations(length) for length in (1, 7, 131, 355)]
-    long = [operations(length) for length in (801, 1023, 2049, 3333, 4095)]
+    short = [operations(length) for length in (1, 355)]
+    long = [operations(length) for length in (801, 2049, 4095)]
     assert max(short) < 1.05 * min(short)
     assert max(long) < 1.05 * min(long) < 2500
 

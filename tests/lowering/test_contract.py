@@ -88,7 +88,9 @@ def test_a_sum_that_sees_what_is_not_finite_is_nan_and_no_other(out, data):
     np.testing.assert_allclose(found[~sees], finite[~sees], rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("out", OUTS)
+@pytest.mark.parametrize(
+    "out", [pytest.param(out, marks=() if out == "row" else pytest.mark.slow) for out in OUTS]
+)
 def test_derivatives_of_both_orders_and_modes_agree_with_differences(out):
     with jax.enable_x64(True):
         x, y, visible = inputs(out, dtype="float64")

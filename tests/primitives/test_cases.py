@@ -7,7 +7,8 @@ from tests.primitives.cases import CASES, check
 SLOW = {
     "hidden infinity", "five to one", "more keys than queries", "one query", "odd sizes",
     "bfloat16", "float64", "a batch without a key", "no queries and no keys",
-    "all scores near minus 100",
+    "all scores near minus 100", "more queries than keys", "hidden minus infinity", "no batch",
+    "heads of no size", "no visible pair", "float16",
 }  # fmt: skip
 
 

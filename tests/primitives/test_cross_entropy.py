@@ -1,6 +1,8 @@
 """Linear cross entropy: its values and gradients, by the dense oracle; what it refuses."""
 
+import re
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -210,19 +212,50 @@ def test_few_or_no_tokens_and_entries(t, v):
 # ---- Memory --------------------------------------------------------------------------------------
 
 
-def large():
-    """T = 8,192, V = 128,256, D = 4,096 in bfloat16: shapes, a forward and a backward program."""
+ALL = dict(softcap=30.0, label_smoothing=0.1, z_loss=1e-4, biased=True)
+
+
+def large(softcap=None, label_smoothing=0.0, z_loss=0.0, biased=False, dtype="bfloat16"):
+    """T = 8,192, V = 128,256, D = 4,096: shapes, a forward and a backward program."""
     struct = jax.ShapeDtypeStruct
     t, v, d = 8192, 128256, 4096
-    args = struct((t, d), jnp.bfloat16), struct((d, v), jnp.bfloat16), struct((t,), jnp.int32)
-    mean = lambda h, w, y: linear_cross_entropy(h, w, y)[0].sum() / (y != -1).sum()
-    return 4 * t * v, args, {"forward": mean, "backward": jax.value_and_grad(mean, (0, 1))}
+    args = [struct((t, d), dtype), struct((d, v), dtype), struct((t,), jnp.int32)]
+    args += [struct((v,), jnp.float32)] * biased
+    options: Any = dict(softcap=softcap, label_smoothing=label_smoothing, z_loss=z_loss)
+
+    def mean(h, w, y, *bias):
+        bias = bias[0] if bias else None
+        return linear_cross_entropy(h, w, y, bias=bias, **options)[0].sum() / (y != -1).sum()
+
+    moving = (0, 1, 3) if biased else (0, 1)
+    return 4 * t * v, args, {"forward": mean, "backward": jax.value_and_grad(mean, moving)}
 
 
-@pytest.mark.parametrize("program", some_slow(("backward",), ["forward", "backward"]))
-@pytest.mark.parametrize("target", ["cpu", "H200"])
-def test_logits_never_exist_whole(target, program):
-    dense, args, programs = large()
+@pytest.mark.parametrize(
+    ("target", "program", "options"),
+    [
+        ("cpu", "backward", ALL),
+        ("H200", "forward", {}),
+        *[
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                ("cpu", "forward", ALL),
+                ("cpu", "backward", {}),
+                ("cpu", "backward", {"label_smoothing": 0.1}),
+                ("cpu", "backward", {"softcap": 30.0, "label_smoothing": 0.1}),
+                ("cpu", "backward", {"biased": True}),
+                ("cpu", "backward", {"dtype": "float32", **ALL}),
+                ("H200", "backward", {}),
+                ("H200", "forward", ALL),
+                ("H200", "backward", ALL),
+                ("H200", "backward", {"biased": True}),
+            )
+        ],
+    ],
+    ids=lambda x: " ".join(map(str, x.items())) if isinstance(x, dict) else x,
+)
+def test_logits_never_exist_whole(target, program, options):
+    dense, args, programs = large(**options)
     if target == "cpu":
         compiled = jax.jit(programs[program]).lower(*args).compile()
     else:
@@ -234,7 +267,9 @@ def test_logits_never_exist_whole(target, program):
 # ---- Errors --------------------------------------------------------------------------------------
 
 
-def call(h=(4, 3), w=(3, 9), y=(4,), dtype="float32", w_dtype=None, y_dtype="int32", **options):
+def call(
+    h=(4, 3), w=(3, 9), y=(4,), dtype="float32", w_dtype=None, y_dtype="int32", **options: Any
+):  # fmt: skip
     if (bias := options.pop("bias", None)) is not None:
         options["bias"] = jnp.ones(bias)
     return linear_cross_entropy(
@@ -251,12 +286,20 @@ def call(h=(4, 3), w=(3, 9), y=(4,), dtype="float32", w_dtype=None, y_dtype="int
         (dict(w=(3, 9, 1)), r"`weight` \(3, 9, 1\); needed are \[..., D\] and \[D, V\]"),
         (dict(y=(5,)), r"`labels` has shape \(5,\); needed is one per token, \(4,\)"),
         (dict(y_dtype="float32"), r"`labels` has dtype float32; needed is an integer"),
-        (dict(w_dtype="bfloat16"), r"`hidden` is float32 and `weight` bfloat16; .* cast one"),
+        (dict(w_dtype="bfloat16"), r"`hidden` is float32 and `weight` bfloat16; .* cast them"),
         (dict(bias=(3,)), r"`bias` is float32\[3\]; needed is one float per entry, \[9\]"),
         (dict(vocab_dim=2), r"`vocab_dim` is 2; needed is 1"),
         (dict(vocab_axis="tp"), r"`vocab_axis` is 'tp' and `weight` does not vary over it"),
         (dict(implementation="fast"), r"`implementation` is 'fast'; there is"),
         (dict(softcap=0), r"`softcap` is 0; needed is a positive number"),
+        (dict(softcap=True), r"`softcap` is True; needed is a positive number"),
+        (dict(softcap="a"), r"`softcap` is 'a'; needed is a positive number"),
+        (dict(ignore_label=0.5), r"`ignore_label` is 0.5; needed is an integer of 32 bits"),
+        (dict(ignore_label=2**40), r"`ignore_label` is 1099511627776; needed is an integer of 32"),
+        (dict(ignore_label=np.nan), r"`ignore_label` is nan; needed"),
+        (dict(vocab_dim=True, z_loss=None), r"`z_loss` is None; .*`vocab_dim` is True; needed is"),
+        (dict(vocab_axis=["tp"]), r"`vocab_axis` is \['tp'\] and `weight` does not vary over it"),
+        (dict(dtype="float8_e4m3fn"), r"`hidden` is float8_e4m3fn .* needed is one of bfloat16"),
         (dict(label_smoothing=2), r"`label_smoothing` is 2; needed is a number from 0 to 1"),
         (dict(z_loss=-1), r"`z_loss` is -1; needed is a number not below 0"),
         (dict(y=(5,), y_dtype="float32"), r"shape \(5,\).*; `labels` has dtype float32"),
@@ -265,6 +308,32 @@ def call(h=(4, 3), w=(3, 9), y=(4,), dtype="float32", w_dtype=None, y_dtype="int
 def test_what_does_not_fit_is_an_error_that_says_so(unchecked, wrong, match):
     with pytest.raises(ValueError, match=match):
         call(**wrong)
+
+
+@pytest.mark.parametrize("pair", [(0, 8), (8, -1), (8.0, 8), (True, 8), (8,), 8, None, [8, 8]])
+def test_chunks_are_positive_integers(pair, unchecked):
+    found = re.escape(f"`by_entry` is {pair!r}; needed is a tuple of two positive integers")
+    with pytest.raises(ValueError, match=found):
+        Chunks((8, 8), pair)
+
+
+def test_chunks_beyond_an_array_take_all_of_it():
+    x, labels, cts = problem(dtype="float32")
+    most = Chunks((2**40, 2**40), (2**40, 2**40))
+    both = once(lambda *a: [loss(*a, chunks=c)[1] for c in (most, SMALL)], x, labels, cts)
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5), *both)
+
+
+def test_what_is_no_array_is_an_error_that_names_all(unchecked):
+    match = "`hidden` is of type list; .*`labels` is of type NoneType; .*`chunks` is 8; needed"
+    call: Any = linear_cross_entropy
+    with pytest.raises(TypeError, match=match):
+        call([[1.0]], jnp.ones((1, 3)), None, chunks=8)
+
+
+def test_kernels_take_no_chunks():
+    with pytest.raises(NotImplementedError, match="`chunks` are given, which kernels have not"):
+        call((8, 64), (64, 64), (8,), "bfloat16", chunks=SMALL, implementation="mosaic_gpu")
 
 
 def test_a_traced_number_is_an_error(unchecked):

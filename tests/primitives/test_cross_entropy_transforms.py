@@ -212,6 +212,20 @@ def test_a_vocabulary_axis_that_splits_nothing_is_an_error(unchecked):
         jax.eval_shape(spread, *placed)
 
 
+def test_tokens_and_vocabulary_split_over_one_axis_are_an_error(unchecked):
+    x, labels = problem()
+    mesh = make_mesh(tp=2, devices=jax.devices("cpu")[:2])
+    specs = {"hidden": P("tp"), "weight": P(None, "tp"), "bias": P("tp")}
+
+    def body(x, labels):
+        return CHUNKED(x["hidden"], x["weight"], labels, bias=x["bias"], vocab_axis="tp")
+
+    spread = jax.shard_map(body, mesh=mesh, in_specs=(specs, P("tp")), out_specs=(P("tp"),) * 2)
+    placed = jax.device_put((x, labels), shardings(mesh, (specs, P("tp"))))
+    with pytest.raises(ValueError, match="`labels` vary over 'tp', the `vocab_axis`; needed are"):
+        jax.eval_shape(spread, *placed)
+
+
 def collectives(compiled) -> set[str]:
     """What a compiled program does between devices."""
     names = "all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter"
@@ -252,6 +266,38 @@ def test_explicit_axes_split_tokens_or_the_vocabulary(name):
     x, labels = jax.device_get((x, labels))
     assert_close(jax.device_get((value, grads)), expected(x, labels, **OPTIONS))
     assert not collectives(compiled) & {"all-gather", "all-to-all", "collective-permute"}
+
+
+def test_explicit_axes_split_a_dimension_of_vmap():
+    """Each device has instances of its own; the gradient of what they share is summed."""
+    x, labels = problem(mapped={"hidden": 4, "labels": 4})
+    mesh = jax.make_mesh((2,), ("dp",), (AxisType.Explicit,), devices=jax.devices("cpu")[:2])
+    place = lambda y, spec: jax.device_put(y, jax.NamedSharding(mesh, spec))
+    axes = {"hidden": 0, "weight": None, "bias": None}, 0
+
+    def program(f, x, labels):
+        total = lambda x: jnp.sum(jax.vmap(partial(loss, f), axes)(x, labels))
+        return jax.jvp(jax.grad(total), (x,), (x,))
+
+    true = once(partial(program, DENSE), x, labels)
+    specs = {"hidden": P("dp"), "weight": P(), "bias": P()}
+    with jax.set_mesh(mesh):
+        placed = {n: place(y, specs[n]) for n, y in x.items()}, place(labels, P("dp"))
+        compiled = jax.jit(partial(program, CHUNKED)).lower(*placed).compile()
+        found = compiled(*placed)
+    assert found[0]["hidden"].sharding.is_equivalent_to(placed[0]["hidden"].sharding, 4)
+    assert collectives(compiled) == {"all-reduce"}
+    assert_close(jax.device_get(found), true)
+
+
+def test_a_split_dimension_of_vmap_around_split_tokens_is_an_error(unchecked):
+    x, labels = problem(mapped={"hidden": 4, "labels": 4})
+    devices = jax.devices("cpu")[:4]
+    mesh = jax.make_mesh((2, 2), ("dp", "tp"), (AxisType.Explicit,) * 2, devices=devices)
+    place = lambda y: jax.device_put(y, jax.NamedSharding(mesh, P("dp", "tp")))
+    entropy = jax.vmap(lambda h, y: CHUNKED(h, x["weight"], y))
+    with jax.set_mesh(mesh), pytest.raises(NotImplementedError, match="Call `vmap` inside"):
+        jax.eval_shape(entropy, place(x["hidden"]), place(labels))
 
 
 UNSUPPORTED = {

@@ -193,6 +193,33 @@ def test_a_captured_table_of_more_than_two_to_the_31_entries():
     )
 
 
+@pytest.mark.slow
+def test_keys_of_more_than_two_to_the_31_numbers():
+    """Flat positions beyond int32: a cache of 4.3 GB is seen at its ends and around number 2^31."""
+    length, size = 2**24 + 1024, 128
+    starts = [0, 2**24 - 8, 2**24 + 200, length - 100]
+    block = np.asarray(normal(8192, size).astype(jnp.bfloat16))
+    cache = np.empty((1, length, 1, size), block.dtype)
+    for n, start in enumerate(range(0, length, 8192)):
+        cache[0, start : start + 8192, 0] = np.roll(block, n, axis=1)[: length - start]
+    assert cache.size > 2**31
+    q, cache = normal(1, 8, 2, size).astype(jnp.bfloat16), jnp.asarray(cache)
+    seen = jnp.array(starts)
+    mask = lambda b, h, i, j: ((j >= seen) & (j < seen + 100)).any() & (j % 3 != i % 3)
+    place = jnp.concatenate([start + jnp.arange(100) for start in starts])
+
+    def values(q, k, mask):
+        f = lambda q: flex_attention(q, k, k, mask_mod=mask).astype(jnp.float32)
+        return jax.value_and_grad(lambda q: jnp.sin(3 * f(q)).sum())(q)
+
+    found = jax.jit(lambda q, k: values(q, k, mask))(q, cache)
+    some = lambda b, h, i, j: mask(b, h, i, place[j])
+    true = jax.jit(lambda q, k: values(q, k, some))(q, cache[:, place])
+    for x, y in zip(*(jax.tree.map(np.float32, tree) for tree in (found, true)), strict=True):
+        assert np.abs(y).max() > 0.01
+        np.testing.assert_allclose(x, y, rtol=0.02, atol=0.01 * np.abs(y).max())
+
+
 def test_gradients_of_tokens_beyond_the_last_document_are_zero():
     ids = jnp.array([0, 0, 0, 1, 1, -1, -1, -1])
     x = normal(1, 8, 2, 8), normal(1, 8, 2, 8), normal(1, 8, 2, 8)
@@ -230,6 +257,18 @@ def test_a_document_mask_may_be_wrapped_and_passed_through_transforms():
     np.testing.assert_allclose(once(jax.vmap(attend), documents(ids)), one_by_one, atol=1e-6)
     scanned = once(lambda m: jax.lax.scan(lambda c, m: (c, attend(m)), 0, m)[1], documents(ids))
     np.testing.assert_allclose(scanned, one_by_one, atol=1e-6)
+
+
+@pytest.mark.slow
+def test_a_block_map_of_as_many_keys_as_there_may_be():
+    """The last tiles of 2^30 positions, one query: no index of a tile or a pair wraps."""
+    i, n, tile = jnp.int32(0), 2**30, 512
+    mask = jax.make_jaxpr(lambda b, h, q, k: (k >= n - tile - 3) | (k == 5))(i, i, i, i).jaxpr
+    build = lambda: block_map(mask, (), b=0, h=0, q_len=1, kv_len=n, q_tile=1, kv_tile=tile)
+    kinds = np.asarray(jax.jit(build)())
+    assert kinds.shape == (1, n // tile)
+    assert np.flatnonzero(kinds).tolist() == [0, n // tile - 2, n // tile - 1]
+    assert kinds[0, -2:].tolist() == [1, 2]
 
 
 def test_a_block_map_of_a_million_tokens():

@@ -1,6 +1,8 @@
 """Mods that can't be: the error names the user's function and line, and what to write instead."""
 
+import functools
 import re
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +14,7 @@ from xform.primitives.masks import causal
 from xform.sharding.mesh import make_mesh, shardings
 
 X = jnp.ones((1, 8, 2, 16))
+Y = jnp.arange(256.0).reshape(X.shape)
 TABLE, PHASES = np.arange(8.0), jnp.ones(8, jnp.complex64)
 
 
@@ -35,6 +38,21 @@ def as_number(score, b, h, q_idx, kv_idx):
     return score * float(q_idx)
 
 
+def looks_up(score, b, h, q_idx, kv_idx):
+    return score + {0: 1.0, 1: 2.0}[h]
+
+
+def cuts(score, b, h, q_idx, kv_idx):
+    return score + jnp.asarray(TABLE)[:q_idx].sum()
+
+
+class Branches:
+    """An object that is called."""
+
+    def __call__(self, score, b, h, q_idx, kv_idx):
+        return branches(score, b, h, q_idx, kv_idx)
+
+
 def without_keys(score, b, h, q_idx):
     return score
 
@@ -56,6 +74,8 @@ ERRORS = {
     chains: r"`mask_mod` `chains` .*`\(a <= x\) & \(x < b\)`",
     reads_numpy: r"`reads_numpy` .*`jnp.asarray\(array\)\[q_idx\]`",
     reads_list: r"`reads_list` .*`jnp.asarray\(items\)\[q_idx\]`",
+    looks_up: r"`looks_up` .*`jnp.asarray\(list\(table.values\(\)\)\)\[q_idx\]`",
+    cuts: r"`cuts` .*`jnp.where\(jnp.arange\(len\(x\)\) < q_idx, x, 0\)` for `x\[:q_idx\]`",
     as_number: r"`as_number` .*compute with `jax.numpy`",
     without_keys: r"`score_mod\(score, b, h, q_idx, kv_idx\)`, and `without_keys` .*takes",
     complex_read: r"complex arrays \(complex64\[8\]\).*`x.real\[q_idx\]`",
@@ -69,6 +89,44 @@ def test_a_mod_that_cannot_be_is_named_with_its_line_and_a_cure(mod):
     name = "mask_mod" if mod is chains else "score_mod"
     with pytest.raises((TypeError, ValueError), match=ERRORS[mod]):
         flex_attention(X, X, X, **{name: mod})
+
+
+@pytest.mark.parametrize(
+    ("mod", "name"),
+    [(Branches(), "Branches.__call__"), (functools.partial(branches), "branches")],
+    ids=["an object", "a partial function"],
+)
+def test_whatever_is_called_has_a_name_and_a_line(mod, name):
+    with pytest.raises(TypeError, match=rf"`score_mod` `{name}` \(.*test_mod_errors.py:\d+\)"):
+        flex_attention(X, X, X, score_mod=mod)
+
+
+def test_an_error_inside_a_mod_is_the_users_own_with_a_note():
+    def fails(score, b, h, q_idx, kv_idx):
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine") as caught:
+        flex_attention(X, X, X, score_mod=fails)
+    assert re.search(r"in the `score_mod` `.*fails` \(.*:\d+\)", "".join(caught.value.__notes__))
+
+
+def test_a_loop_of_unknown_length_has_no_gradient_in_reverse():
+    def grows(score, b, h, q_idx, kv_idx):
+        return jax.lax.while_loop(lambda s: s < 3, lambda s: 2 * s + 1, score)
+
+    total = lambda x: flex_attention(x, x, x, score_mod=grows).sum()
+    assert np.isfinite(jax.jvp(total, (X,), (X,))[1])
+    with pytest.raises(NotImplementedError, match="has a loop, `while`, whose length"):
+        jax.grad(total)(X)
+
+
+def test_random_numbers_may_be_drawn_in_a_mod():
+    def noisy(score, b, h, q_idx, kv_idx):
+        key = jax.random.fold_in(jax.random.fold_in(jax.random.key(0), q_idx), kv_idx)
+        return score + jax.random.normal(key)
+
+    run = lambda how: flex_attention(X, X, Y, score_mod=noisy, implementation=how)
+    np.testing.assert_allclose(run(None), run("reference"), rtol=1e-5)
 
 
 def test_a_traced_scale_hides_no_name():
@@ -107,6 +165,24 @@ def test_a_mod_that_asks_for_its_device_is_told_to_ask_before():
 def test_options_of_a_wrong_kind_are_named(options, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         flex_attention(X, X, X, **options)
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_what_is_of_no_use_is_named_all_at_once():
+    match = "`q` is of type list; .*`aux` is 3; .*`dropout_rate` is 'a'; .*`dropout_key` is 7; nee"
+    attend: Any = flex_attention
+    with pytest.raises(TypeError, match=match):
+        attend([1.0], X, X, aux=3, dropout_rate="a", dropout_key=7)
+    with pytest.raises(TypeError, match="`scale` is 'a'; needed is a number"):
+        attend(X, X, X, scale="a")
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_positions_are_counted_in_int32():
+    keys = jax.ShapeDtypeStruct((1, 2**30 + 1, 1, 1), jnp.bfloat16)
+    q = jax.ShapeDtypeStruct((1, 1, 1, 1), jnp.bfloat16)
+    with pytest.raises(ValueError, match="1,073,741,825 positions; indices are int32"):
+        jax.eval_shape(flex_attention, q, keys, keys)
 
 
 @pytest.mark.usefixtures("unchecked")

@@ -146,7 +146,12 @@ GRADIENTS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", GRADIENTS)
+QUICK = {"temperature, soft cap and slopes", "a table of distances"}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in GRADIENTS]
+)
 def test_gradients(name):
     check(GRADIENTS[name], "blockwise")
 

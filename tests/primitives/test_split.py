@@ -78,7 +78,7 @@ SPLITS = {
     ),
     "some of what is read": (2, BATCH | {"padding": P("dp")}),
 }
-QUICK = ("batch and heads", "what is read at b and h too")
+QUICK = ("what is read at b and h too",)  # it splits batch and heads
 
 
 def compiled(f, *args):

@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from xform.lowering._contract import contract
 from xform.lowering._spec import At
@@ -29,10 +30,29 @@ class Chunks:
       by_token: where vectors are added up for tokens (gradients of hidden states), as long as the
         vocabulary is walked.
       by_entry: where that is so for entries (gradients of weights), or for none (the loss alone).
+
+    Raises:
+      ValueError: if a pair is not two positive integers. Those beyond an array's size take all.
     """
 
     by_token: tuple[int, int]
     by_entry: tuple[int, int]
+
+    def __post_init__(self):
+        wrong = [
+            f"`{name}` is {pair!r}"
+            for name, pair in (("by_token", self.by_token), ("by_entry", self.by_entry))
+            if not isinstance(pair, tuple) or len(pair) != 2 or not all(map(_is_count, pair))
+        ]
+        if wrong:
+            raise ValueError(
+                f"Chunks: {'; '.join(wrong)}; needed is a tuple of two positive integers, how many "
+                "tokens and how many entries of the vocabulary, such as `(1024, 4096)`."
+            )
+
+
+def _is_count(x) -> bool:
+    return isinstance(x, int | np.integer) and not isinstance(x, bool) and bool(x > 0)
 
 
 @dataclasses.dataclass(frozen=True)

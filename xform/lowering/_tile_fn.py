@@ -250,7 +250,16 @@ class Transpose:
         def of_linear(*linear):
             return list(self.fn(at, *merge(self.linear, linear, known)))
 
-        return list(jax.linear_transpose(of_linear, *avals)(cotangents))
+        try:
+            return list(jax.linear_transpose(of_linear, *avals)(cotangents))
+        except ValueError as error:
+            if not str(error).startswith("Reverse-mode differentiation"):
+                raise
+            raise NotImplementedError(
+                "`score_mod` has a loop, `while`, whose length is not known before it runs, and so "
+                "no gradient in reverse mode. Write `jax.lax.fori_loop` with bounds that are "
+                "Python's numbers, or `jax.lax.scan`; or differentiate forward, by `jax.jvp`."
+            ) from error
 
 
 def tile_aval(kind: Kind, at: At, shape: tuple[int, ...], dtype):

@@ -27,7 +27,7 @@ from xform.lowering._tokens import Layout
 
 CHUNKS = {
     # XLA widens bfloat16 operands here: no more than tens of MB.
-    "cpu": Chunks(by_token=(1024, 1024), by_entry=(1024, 1024)),
+    "cpu": Chunks(by_token=(512, 1024), by_entry=(1024, 1024)),
     # By the H200, for rows of 4,096 numbers in bfloat16: products whose tiles of 128 x 256 fill its
     # 132 multiprocessors once or twice (128 and 256 tiles) and take 50 to 100 us, some ten times
     # what starting their kernels does; what one leaves for the next fits into its cache of 50 MB.
@@ -113,7 +113,7 @@ def _sums_of(spec: LossSpec, chunk: int, moving: bool, h, labels, w, bias) -> li
 
     def some_entries(start, count, carry):
         top, (total, *sums), gradients = carry
-        w_tile, *bias_tile = (load(spec, x, COL, start, count) for x in (w, *bias))
+        w_tile, *bias_tile = (load(spec, x, COL, start, count, labels=labels) for x in (w, *bias))
         x = spec.logits(h, w_tile, bias_tile)
         own = is_label(place(labels, start, count))
         rest = others(x, own)
@@ -186,15 +186,17 @@ def _tile_sum(fn: TileFn, structs: Sequence, chunks: Chunks, labels, *arrays) ->
     size = chunks.by_entry if outer == COL else chunks.by_token
     chunk: dict[Kind, int] = dict(zip((ROW, COL), size, strict=True))
     kinds = fn.operands
-    arrays = [clean(x, labels) if k == ROW else x for x, k in zip(arrays, kinds, strict=True)]
     first = next(x for x, k in zip(arrays, kinds, strict=True) if k == COL)  # the weights
     length: dict[Kind, int] = {ROW: len(labels), COL: first.shape[spec.vocab_dim]}
 
     def some_outer(start, size, results):
         def some_inner(at, count, totals):
             where: dict[Kind, tuple] = {outer: (start, size), inner: (at, count)}
-            tiles = [load(spec, x, k, *where[k]) for x, k in zip(arrays, kinds, strict=True)]
-            values = fn(place(take(labels, *where[ROW]), *where[COL]), *tiles)
+            own = take(labels, *where[ROW])
+            tiles = [
+                load(spec, x, k, *where[k], labels=own) for x, k in zip(arrays, kinds, strict=True)
+            ]
+            values = fn(place(own, *where[COL]), *tiles)
             values = [unload(spec, v, k) for v, k in zip(values, fn.results, strict=True)]
             return [
                 t + v if k == outer else put(t, take(t, at, count, d) + v, at, d)
@@ -239,11 +241,17 @@ def along(spec: LossSpec, kind: Kind, ndim: int) -> int:
     return spec.vocab_dim if kind == COL and ndim == 2 else 0
 
 
-def load(spec: LossSpec, x, kind: Kind, start, size: int):
-    """A chunk of an operand as a tile in the wide dtype: rows `[1,q,...]`, columns `[k,...]`."""
+def load(spec: LossSpec, x, kind: Kind, start, size: int, *, labels):
+    """A chunk of an operand as a tile in the wide dtype: rows `[1,q,...]`, columns `[k,...]`.
+
+    Rows are those of `labels`, and clean: here, since a clean copy of all would be an array more.
+    """
     dim = along(spec, kind, x.ndim)
-    tile = take(x, start, size, dim).astype(spec.wide)
-    return tile[None] if kind == ROW else tile.T if dim else tile
+    tile = take(x, start, size, dim)
+    if kind == ROW:
+        return clean(tile, labels).astype(spec.wide)[None]
+    tile = tile.astype(spec.wide)
+    return tile.T if dim else tile
 
 
 def unload(spec: LossSpec, tile, kind: Kind):

@@ -1,11 +1,12 @@
 """How linear cross entropy is lowered where a mesh splits its arrays.
 
 Inside `jax.shard_map`, also the one that it makes itself where types say how arrays are split, a
-device's program is the whole program. Under plain `jit`, no type says how arrays are split; XLA's
-partitioner decides when it compiles, and would take a loop over chunks of a split array apart into
-collectives. `local_rows` makes a lowering one operation to it: each device computes on its own
-rows, and what is summed over rows is summed over devices. Arrays that are split in another way the
-partitioner makes whole first.
+device's program is the whole program. Where types say that a dimension of `vmap` is split, each
+device has instances of its own, and what belongs to all is summed. Under plain `jit`, no type says
+how arrays are split; XLA's partitioner decides when it compiles, and would take a loop over chunks
+of a split array apart into collectives. `local_rows` makes a lowering one operation to it: each
+device computes on its own rows, and what is summed over rows is summed over devices. Arrays that
+are split in another way the partitioner makes whole first.
 """
 
 from __future__ import annotations
@@ -15,11 +16,12 @@ from functools import partial
 from itertools import count
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.core import ShapedArray
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.interpreters import mlir
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from xform._compat import Primitive, apply_primitive, cuda_device, lower_with_devices
 from xform.primitives._choose import Device
@@ -32,47 +34,108 @@ def register(primitive: Primitive, structs: Callable, impl: Callable) -> None:
       structs: `structs(*avals, **params)`, shapes and dtypes of the results.
       impl: `impl(*args, device, auto, **params)`: `device` is what the program is lowered for, on
         platform "cpu", "cuda" or "default", and `auto` says whether the partitioner may split
-        arrays.
+        arrays. `outs` among `params` are those of one device.
     """
 
     def rule(ctx, *args, platform="default", **params):
         # What `shard_map` and one device have not.
         devices = getattr(ctx.module_context.axis_context, "device_assignment", None)
         device = Device(platform, *(cuda_device(ctx) if platform == "cuda" else (None, None)))
-        lower = partial(impl, device=device, auto=len(devices or ()) > 1)
+        split = _instances(ctx.avals_in, params["hidden"])
+        lower = partial(impl, device=device, auto=len(devices or ()) > 1 and not split)
+        if split:
+            lower = _on_instances(lower, structs, ctx.avals_in, split)
+            return mlir.lower_fun(lower, multiple_results=True)(ctx, *args, **params)
         strip = lambda avals: [ShapedArray(a.shape, a.dtype) for a in avals]
         ctx = ctx.replace(avals_in=strip(ctx.avals_in), avals_out=strip(ctx.avals_out))
         return mlir.lower_fun(lower, multiple_results=True)(ctx, *args, **params)
 
+    def types(*avals, **params):
+        split = _instances(avals, params["hidden"])
+        return [_type(s, avals, split) for s in structs(*avals, **params)]
+
     primitive.def_impl(partial(apply_primitive, primitive))
-    primitive.def_abstract_eval(
-        lambda *avals, **params: [_type(s, avals) for s in structs(*avals, **params)]
-    )
+    primitive.def_abstract_eval(types)
     mlir.register_lowering(primitive, rule)
     for platform in ("cpu", "cuda"):
         mlir.register_lowering(primitive, partial(rule, platform=platform), platform=platform)
     lower_with_devices(primitive)
 
 
-def _type(struct, operands: Sequence[ShapedArray]) -> ShapedArray:
-    """The type of a result that varies over the mesh axes that the operands vary over.
+type Split = dict[int, str | tuple[str, ...]]
+"""Of dimensions that `vmap` added: the explicit mesh axes that split them."""
+
+
+def _instances(operands: Sequence[ShapedArray], hidden: int) -> Split:
+    """How the types of operands say that the dimensions of `vmap` are split.
 
     Raises:
-      NotImplementedError: if an explicit mesh axis splits an operand.
+      NotImplementedError: if an explicit mesh axis splits another dimension.
     """
-    if split := [x for x in operands if any(axis is not None for axis in x.sharding.spec)]:
-        found = ", ".join(f"{x.dtype}{list(x.shape)} over {x.sharding.spec}" for x in split)
+    split: Split = {}
+    wrong = []
+    for x in operands:
+        found = {d: axes for d, axes in enumerate(x.sharding.spec) if axes is not None}
+        if any(d >= hidden or split.setdefault(d, axes) != axes for d, axes in found.items()):
+            wrong.append(f"{x.dtype}{list(x.shape)} over {x.sharding.spec}")
+    if wrong:
         raise NotImplementedError(
-            f"linear_cross_entropy got arrays that a mesh splits by their type: {found}. Call it "
-            "inside `jax.shard_map`, where each device has tokens of its own."
+            f"linear_cross_entropy got arrays that a mesh splits by their type: {', '.join(wrong)}."
+            " Call it inside `jax.shard_map`, where each device has tokens of its own."
         )
+    if split and AxisType.Manual in operands[0].sharding.mesh.axis_types:
+        raise NotImplementedError(
+            f"linear_cross_entropy under `vmap`, whose dimensions are split over {split}, and other"
+            " axes of the mesh split tokens or vocabulary. Call `vmap` inside `jax.shard_map` over "
+            "all of these axes, or place the arrays so that only one kind is split."
+        )
+    return split
+
+
+def _place(shape: Sequence[int], split: Split) -> PartitionSpec:
+    """The placement of an array: split where it has all instances of a split dimension."""
+    return PartitionSpec(*(split.get(d) if n > 1 else None for d, n in enumerate(shape)))
+
+
+def _type(struct, operands: Sequence[ShapedArray], split: Split) -> ShapedArray:
+    """The type of a result: split as instances are, and varying as the operands do."""
     mesh = operands[0].sharding.mesh
     if mesh.empty:
         return ShapedArray(struct.shape, struct.dtype)
     return ShapedArray(
-        struct.shape, struct.dtype, sharding=NamedSharding(mesh, PartitionSpec()),
+        struct.shape, struct.dtype, sharding=NamedSharding(mesh, _place(struct.shape, split)),
         manual_axis_type=operands[0].manual_axis_type,
     )  # fmt: skip
+
+
+def _on_instances(
+    f: Callable, structs: Callable, operands: Sequence[ShapedArray], split: Split
+) -> Callable:
+    """`f` on the instances of each device; what belongs to all is summed over devices, wide."""
+    mesh = operands[0].sharding.mesh
+
+    def whole(*args, **params):
+        results = structs(*operands, **params)
+        placed = [_place(s.shape, split) for s in results]
+        sums = [axis_names(split[d] for d in split if p[d] is None) for p in placed]
+
+        def local(*args):
+            wide = lambda s, axes: jnp.promote_types(s.dtype, jnp.float32) if axes else s.dtype
+            part = lambda s, p: NamedSharding(mesh, p).shard_shape(s.shape)
+            each = zip(results, placed, sums, strict=True)
+            outs = tuple((part(s, p), wide(s, axes)) for s, p, axes in each)
+            own = {"outs": outs} if "outs" in params else {}
+            ys = f(*args, **(params | own))
+            each = zip(ys, results, sums, strict=True)
+            return [(lax.psum(y, axes) if axes else y).astype(s.dtype) for y, s, axes in each]
+
+        # Unchecked: here, where all derivatives are taken, values have no types of manual axes.
+        return jax.shard_map(
+            local, mesh=mesh, axis_names=set(axis_names(split.values())), check_vma=False,
+            in_specs=tuple(x.sharding.spec for x in operands), out_specs=placed,
+        )(*args)  # fmt: skip
+
+    return whole
 
 
 def local_rows(f: Callable, ins: Sequence[range], outs: Sequence[range]) -> Callable:

@@ -13,6 +13,7 @@ Programs are interned: a new closure over another array, but with the same code,
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 from collections.abc import Callable, Collection, Sequence
 
@@ -143,8 +144,10 @@ def _trace(name: str, mod: Callable, *score) -> Traced:
     _check_signature(name, mod, "score, " * len(score) + "b, h, q_idx, kv_idx")
     try:
         jaxpr, shape = jax.make_jaxpr(mod, return_shape=True)(*score, *[_INDEX] * 4)
-    except tuple(_CURES) as error:
-        cure = next(cure for kind, cure in _CURES.items() if isinstance(error, kind))
+    except Exception as error:
+        if (cure := _cure(error)) is None:  # the user's own, with their line in its traceback
+            error.add_note(f"This is in the `{name}` {_called(mod)}.")
+            raise
         raise TypeError(
             f"`{name}` {_called(mod)} is traced once for all scores, so Python can't know the "
             f"values of its arguments: {cure}. {str(error).splitlines()[0]}"
@@ -203,21 +206,47 @@ _KEEP = {
     "pcast": lambda x, **_: x,
 }
 
-# What Python asks of a traced value, and what to write instead.
-_CURES = {
-    jax.errors.TracerBoolConversionError: (
+# What Python asks of a traced value, how its error begins, and what to write instead.
+_CURES = (
+    (
+        jax.errors.TracerBoolConversionError, "",
         "write `jnp.where(condition, x, y)` for `x if condition else y`, `&`, `|` and `~` for "
-        "`and`, `or` and `not`, and `(a <= x) & (x < b)` for `a <= x < b`"
+        "`and`, `or` and `not`, and `(a <= x) & (x < b)` for `a <= x < b`",
     ),
-    jax.errors.TracerArrayConversionError: (
+    (
+        jax.errors.TracerArrayConversionError, "",
         "make a NumPy array that it indexes a JAX one, `jnp.asarray(array)[q_idx]`, and use "
-        "`jax.numpy` for `numpy`"
+        "`jax.numpy` for `numpy`",
     ),
-    jax.errors.TracerIntegerConversionError: (
-        "make a list that it indexes an array, `jnp.asarray(items)[q_idx]`"
+    (
+        jax.errors.TracerIntegerConversionError, "",
+        "make a list that it indexes an array, `jnp.asarray(items)[q_idx]`",
     ),
-    jax.errors.ConcretizationTypeError: "compute with `jax.numpy`, not with Python's numbers",
-}
+    (
+        jax.errors.ConcretizationTypeError, "",
+        "compute with `jax.numpy`, not with Python's numbers",
+    ),
+    (
+        TypeError, "unhashable type: ",
+        "make a dict that it looks into an array, `jnp.asarray(list(table.values()))[q_idx]`",
+    ),
+    (
+        IndexError, "Array slice indices must have static",
+        "write `jnp.where(jnp.arange(len(x)) < q_idx, x, 0)` for `x[:q_idx]`, or compute sums of "
+        "parts before the call, as an array that it indexes",
+    ),
+    (
+        TypeError, "function ",  # "... returned a value of type ..., which is not a valid JAX type"
+        "return what was computed from them",
+    ),
+)  # fmt: skip
+
+
+def _cure(error: Exception) -> str | None:
+    """What to write instead of what Python was asked for; None for any other error."""
+    of_kind = lambda kind, start: isinstance(error, kind) and str(error).startswith(start)
+    return next((cure for kind, start, cure in _CURES if of_kind(kind, start)), None)
+
 
 _GATHERS = ("gather", "dynamic_slice")
 _PLAIN = lax.GatherDimensionNumbers((), (), ())
@@ -334,8 +363,12 @@ def _struct(x) -> jax.ShapeDtypeStruct:
 def _called(mod: Callable) -> str:
     """The user's name of a mod, and where it is written."""
     function = inspect.unwrap(mod)
+    while isinstance(function, functools.partial):
+        function = inspect.unwrap(function.func)
+    if not hasattr(function, "__name__"):  # an object that can be called
+        function = type(function).__call__
     code = getattr(function, "__code__", None)
-    name = f"`{getattr(function, '__name__', mod)}`"
+    name = f"`{getattr(function, '__qualname__' if mod is not function else '__name__', mod)}`"
     return f"{name} ({named(code.co_filename)}:{code.co_firstlineno})" if code else name
 
 

@@ -22,6 +22,7 @@ from typing import NamedTuple, TypedDict, Unpack, overload
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.interpreters import ad, batching
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float
@@ -57,6 +58,8 @@ class Aux(NamedTuple):
 
 _AUX = ("lse", "max")
 _DTYPES = ("bfloat16", "float16", "float32", "float64")
+# Positions, and those of a last tile that sticks out, are int32.
+_LONGEST = 2**30
 
 
 class _Options(TypedDict, total=False):
@@ -395,6 +398,18 @@ def _check(
 ) -> None:
     """Raises one error that lists everything wrong with the arguments."""
     wrong = []
+    arrays = {"q": q, "k": k, "v": v} | ({} if sinks is None else {"sinks": sinks})
+    for name, x in arrays.items():
+        if not (hasattr(x, "shape") and hasattr(x, "dtype")):
+            wrong.append(f"`{name}` is of type {type(x).__name__}; needed is an array")
+    if not isinstance(aux, Sequence) or not all(isinstance(name, str) for name in aux):
+        wrong.append(f"`aux` is {aux!r}; needed is a tuple of names")
+    if not isinstance(dropout_rate, int | float | jax.Array | np.number):
+        wrong.append(f"`dropout_rate` is {dropout_rate!r}; needed is a number")
+    if dropout_key is not None and not hasattr(dropout_key, "dtype"):
+        wrong.append(f"`dropout_key` is {dropout_key!r}; needed is a key, `jax.random.key(seed)`")
+    if wrong:
+        raise TypeError(f"{caller}: {'; '.join(wrong)}.")
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.ndim != 4:
             wrong.append(
@@ -432,13 +447,17 @@ def _check_mods(score_mod, mask_mod, scale, shape: Shape, caller="flex_attention
     mods = [mod for mod in (score_mod, mask_mod) if isinstance(mod, Mod)]
     if wrong := [words for mod in mods for words in mod.misfits(shape)]:
         raise ValueError(f"{caller}: {'; '.join(wrong)}.")
+    if not (scale is None or isinstance(scale, int | float) or hasattr(scale, "dtype")):
+        raise TypeError(f"`scale` is {scale!r}; needed is a number or a scalar array.")
     if scale is not None and jnp.shape(scale):
         raise ValueError(f"`scale` must be a scalar, found shape {jnp.shape(scale)}.")
 
 
 def _misfits(q, k, v, sinks) -> list[str]:
-    (b, _, h, d), (_, s, kv, _) = q.shape, k.shape
+    (b, t, h, d), (_, s, kv, _) = q.shape, k.shape
     wrong = []
+    if (longest := max(t, s)) > _LONGEST:
+        wrong.append(f"{longest:,} positions; indices are int32, needed are at most {_LONGEST:,}")
     if not q.dtype == k.dtype == v.dtype:
         wrong.append(f"dtypes differ (q {q.dtype}, k {k.dtype}, v {v.dtype}): cast them to one")
     if k.shape != (b, s, kv, d):

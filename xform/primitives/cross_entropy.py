@@ -29,12 +29,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.core import Tracer
 from jax.interpreters import ad, batching
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Integer
 
-from xform._compat import Primitive, varying_axes
+from xform._compat import Primitive
 from xform.lowering import _tokens, chunked, reference
 from xform.lowering._loss_fn import (
     IGNORED,
@@ -47,10 +46,9 @@ from xform.lowering._loss_fn import (
 from xform.lowering._tile_fn import ROW, Jvp, base, log_sum
 from xform.primitives._auto import axis_names, local_rows, register
 from xform.primitives._choose import by_kernels, default_device
+from xform.primitives._loss_checks import check_arrays, check_kinds, check_numbers
 from xform.primitives._rules import add_hidden_dim, hidden_sizes, join_axes
 from xform.primitives.tile_sum import tile_sum
-
-_IMPLEMENTATIONS = (None, "chunked", "mosaic_gpu", "reference")
 
 
 def linear_cross_entropy(
@@ -81,11 +79,12 @@ def linear_cross_entropy(
 
         loss alone                    6 t v + 2 D v + 2 t D          for t, v = chunks.by_entry
         gradient of hidden states     6 t v + 2 D v + 10 t D + 2 N D for t, v = chunks.by_token
-        gradient of weights           6 t v + 6 D v + 2 N D          for t, v = chunks.by_entry
+        gradient of weights           6 t v + 6 D v + 2 t D          for t, v = chunks.by_entry
 
-    bytes: 150 MB at N = 8,192, V = 128,256 and D = 4,096, where logits would take 4,203. Kernels
-    take 12 N V / 256 for the loss, and 4 N D + 2 N v + 2 D v for both gradients, with v = 2,048:
-    49 and 205 MB there, with what XLA adds.
+    bytes, and 2 N D more with label smoothing: 120 to 190 MB at N = 8,192, V = 128,256 and
+    D = 4,096 with any options, where logits would take 4,203. Kernels take 12 N V / 256 for the
+    loss, and 4 N D + 2 N v + 2 D v for both gradients, with v = 2,048: 49 and 205 MB there, with
+    what XLA adds.
 
     **Devices.** Tokens may be split over any mesh axes, explicit, automatic or manual: each device
     works on its own, and the gradient of weights that all share is summed. Weights may be split
@@ -108,7 +107,8 @@ def linear_cross_entropy(
       ignore_label: tokens with this label have loss 0, log-sum-exp 0 and no influence on any
         gradient, whatever their hidden states, NaN included.
       vocab_axis: the manual mesh axis that splits `weight` and `bias` along the vocabulary; labels
-        count over the whole of it, and tokens are the same on all devices along it.
+        count over the whole of it, and tokens are the same on all devices along it. Labels whose
+        type varies over it are an error; hidden states may, since what is gathered has such a type.
       chunks: how many logits are held at once; `xform.lowering.chunked.CHUNKS` has the defaults.
       implementation: "chunked" (any device), "mosaic_gpu" (kernels for NVIDIA's Hopper: bfloat16
         and float16, first derivatives, lengths that its copies take; raises for the rest),
@@ -118,7 +118,8 @@ def linear_cross_entropy(
       loss and log-sum-exp, float32 (float64 for float64 inputs), of the shape of `labels`.
 
     Raises:
-      ValueError: on shapes, dtypes or numbers that do not fit, all that is wrong at once.
+      TypeError, ValueError: on what is no array, and on shapes, dtypes or numbers that do not fit,
+        all that is wrong at once.
 
     >>> import jax, jax.numpy as jnp
     >>> from xform import linear_cross_entropy
@@ -130,12 +131,15 @@ def linear_cross_entropy(
     >>> loss.shape, int((loss == 0).sum())
     ((2, 5), 3)
     """
-    labels = jnp.asarray(labels)
-    _check(hidden, weight, labels, bias, vocab_dim, vocab_axis, implementation)
-    _check_numbers(softcap, label_smoothing, z_loss)
+    check_kinds(hidden, weight, labels, bias, chunks)
+    numbers = dict(softcap=softcap, label_smoothing=label_smoothing, z_loss=z_loss)
+    check_numbers(**numbers, ignore_label=ignore_label, vocab_dim=vocab_dim)
+    labels, vocab_dim = jnp.asarray(labels), int(vocab_dim)
+    check_arrays(hidden, weight, labels, bias, vocab_dim, vocab_axis, implementation)
     options = dict(
         vocab_dim=vocab_dim, softcap=None if softcap is None else float(softcap),
-        label_smoothing=float(label_smoothing), z_loss=float(z_loss), ignore_label=ignore_label,
+        label_smoothing=float(label_smoothing), z_loss=float(z_loss),
+        ignore_label=int(ignore_label),
     )  # fmt: skip
     arrays = (hidden, weight, labels) if bias is None else (hidden, weight, labels, bias)
     if implementation == "reference":
@@ -315,71 +319,3 @@ def _batch(args, dims, *, hidden, **params):
 register(linear_cross_entropy_p, _structs, _impl)
 ad.primitive_jvps[linear_cross_entropy_p] = _jvp
 batching.primitive_batchers[linear_cross_entropy_p] = _batch
-
-
-def _check(hidden, weight, labels, bias, vocab_dim, vocab_axis, implementation) -> None:
-    """Raises one error that lists everything wrong with the arrays."""
-    wrong = []
-    if vocab_dim not in (0, 1):
-        wrong.append(f"`vocab_dim` is {vocab_dim}; needed is 1 for [D, V], or 0 for [V, D]")
-    if hidden.ndim == 0 or weight.ndim != 2:
-        wrong.append(
-            f"`hidden` has shape {hidden.shape} and `weight` {weight.shape}; needed are [..., D] "
-            "and [D, V]"
-        )
-    elif vocab_dim in (0, 1) and hidden.shape[-1] != weight.shape[1 - vocab_dim]:
-        hint = "" if hidden.shape[-1] != weight.shape[vocab_dim] else (
-            f": for weights {'[V, D]' if vocab_dim else '[D, V]'} say `vocab_dim={1 - vocab_dim}`"
-        )  # fmt: skip
-        wrong.append(
-            f"`hidden` has {hidden.shape[-1]} numbers per token and `weight`, {weight.shape}, "
-            f"{weight.shape[1 - vocab_dim]} per entry{hint}"
-        )
-    elif not hidden.shape[-1]:
-        wrong.append(f"`hidden` has shape {hidden.shape}; needed is at least one number per token")
-    if labels.shape != hidden.shape[:-1]:
-        wrong.append(
-            f"`labels` has shape {labels.shape}; needed is one per token, {hidden.shape[:-1]}"
-        )
-    if not jnp.issubdtype(labels.dtype, jnp.integer):
-        wrong.append(f"`labels` has dtype {labels.dtype}; needed is an integer dtype")
-    if not jnp.issubdtype(hidden.dtype, jnp.floating) or hidden.dtype != weight.dtype:
-        wrong.append(
-            f"`hidden` is {hidden.dtype} and `weight` {weight.dtype}; needed is one floating-point "
-            "dtype: cast one of them"
-        )
-    if bias is not None and weight.ndim == 2 and vocab_dim in (0, 1):
-        entries = weight.shape[vocab_dim]
-        if bias.shape != (entries,) or not jnp.issubdtype(bias.dtype, jnp.floating):
-            wrong.append(
-                f"`bias` is {bias.dtype}{list(bias.shape)}; needed is one float per entry, "
-                f"[{entries}]"
-            )
-    if vocab_axis is not None and vocab_axis not in varying_axes(weight):
-        wrong.append(
-            f"`vocab_axis` is {vocab_axis!r} and `weight` does not vary over it; needed is a call "
-            "inside `jax.shard_map`, with types checked, that splits `weight` over it"
-        )
-    if implementation not in _IMPLEMENTATIONS:
-        wrong.append(f"`implementation` is {implementation!r}; there is {list(_IMPLEMENTATIONS)}")
-    if implementation == "reference" and vocab_axis is not None:
-        wrong.append("the reference runs on one device: `vocab_axis` must be None")
-    if wrong:
-        raise ValueError(f"linear_cross_entropy: {'; '.join(wrong)}.")
-
-
-def _check_numbers(softcap, label_smoothing, z_loss) -> None:
-    """Raises one error that lists everything wrong with the numbers."""
-    wrong = []
-    for name, x in (("softcap", softcap), ("label_smoothing", label_smoothing), ("z_loss", z_loss)):
-        if isinstance(x, Tracer):
-            wrong.append(f"`{name}` is traced; needed is a number of the program")
-    if not wrong:
-        if softcap is not None and not 0 < softcap < np.inf:
-            wrong.append(f"`softcap` is {softcap}; needed is a positive number, or None")
-        if not 0 <= label_smoothing <= 1:
-            wrong.append(f"`label_smoothing` is {label_smoothing}; needed is a number from 0 to 1")
-        if not 0 <= z_loss < np.inf:
-            wrong.append(f"`z_loss` is {z_loss}; needed is a number not below 0")
-    if wrong:
-        raise ValueError(f"linear_cross_entropy: {'; '.join(wrong)}.")

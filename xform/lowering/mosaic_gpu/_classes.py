@@ -75,7 +75,9 @@ def aval_of(v: Var | Literal) -> ShapedArray:
 def _bind(eqn: JaxprEqn, *args):
     """An equation as it is; one of constants alone becomes a constant."""
     bind = functools.partial(eqn.primitive.bind, **eqn.primitive.get_bind_params(eqn.params))
-    if any(isinstance(x, Tracer) for x in args) or any(aval_of(v).ndim for v in eqn.outvars):
+    is_key = lambda v: jnp.issubdtype(aval_of(v).dtype, jax.dtypes.prng_key)
+    staged = any(aval_of(v).ndim or is_key(v) for v in eqn.outvars)
+    if staged or any(isinstance(x, Tracer) for x in args):
         return bind(*args)
     with jax.ensure_compile_time_eval():
         return jax.tree.map(np.asarray, bind(*args))

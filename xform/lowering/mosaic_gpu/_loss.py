@@ -37,6 +37,8 @@ def misfits(spec: LossSpec, weight_shape: Sequence[int], tokens: int) -> list[st
     """Returns why the kernels can't take a call; nothing if they can."""
     wrong = []
     size, entries = weight_shape[-2:] if spec.vocab_dim else weight_shape[:-3:-1]
+    if spec.chunks is not None:
+        wrong.append("`chunks` are given, which kernels have not")
     if spec.dtype not in _DTYPES:
         wrong.append(f"`hidden` is {spec.dtype}; the tensor cores take bfloat16 and float16")
     # Bulk copies take tiles of 8 rows of 64 numbers.
