@@ -20,7 +20,9 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
+from jax.core import Tracer
 from jax.typing import ArrayLike
 from jaxtyping import Float, Int
 
@@ -104,12 +106,14 @@ def decode_attention(
     The T queries are the last of `lengths[b]` tokens, whose keys are in the cache, their own too:
     query t stands at position `lengths[b] - T + t`. Mods are called with positions, and nothing is
     hidden but what is not there: with T > 1 a language model needs `mask_mod=causal()`. What lies
-    behind a text's end has no influence, NaN included; all else is as in `flex_attention`.
+    behind a text's end has no influence, NaN included; all else is as in `flex_attention`. Arrays
+    of masks and scores by position have the S of them that there is room for.
 
     Args:
       q: queries.
       k, v: the cache, with room for S keys.
-      lengths: how many tokens each text has, integers `[B]` or a scalar.
+      lengths: how many tokens each text has, integers `[B]` or a scalar, at most S; where they are
+        traced, and can't be looked at, a text of more gives NaN.
       score_mod, mask_mod, scale, sinks: as of `flex_attention`, on positions.
       aux: names of further results: "lse".
       splits: how many pieces of the keys are attended to side by side; None chooses for the default
@@ -174,7 +178,7 @@ def paged_attention(
       q: queries, the last T of `lengths[b]` tokens.
       k_pages, v_pages: P pages of N keys and values each.
       page_table: the pages of each text, with room for M.
-      lengths: how many tokens each text has, integers `[B]` or a scalar.
+      lengths: how many tokens each text has, as of `decode_attention`, at most `M N`.
       score_mod, mask_mod, scale, sinks: as of `flex_attention`, on positions.
       aux: names of further results: "lse".
       splits: as of `decode_attention`.
@@ -245,10 +249,11 @@ def _over_parts(
     caller: str, q, kept: _Keys, v_size: int, lengths, score_mod, mask_mod, options: dict
 ):
     """Attends to one part after the other, and merges what comes out."""
-    lengths = _lengths(caller, lengths, q.shape[0])
+    lengths, beyond = _lengths(caller, lengths, q.shape[0], kept.length)
     if unknown := [name for name in options["aux"] if name != "lse"]:
         raise ValueError(f"{caller}: `aux` asks for {unknown}; there is ['lse'].")
-    shape = Shape(q.shape[0], q.shape[2], None, kept.length)
+    # Queries and keys are counted from the beginning of a text: each has any of its positions.
+    shape = Shape(q.shape[0], q.shape[2], kept.length, kept.length, new=q.shape[1])
     _check_mods(score_mod, mask_mod, options["scale"], shape, caller)
     seen = partial(_seen, kept, lengths, q.shape[1], mask_mod)
     attend = partial(_part, q, kept, lengths, score_mod, seen, options)
@@ -272,18 +277,31 @@ def _over_parts(
         (out, lse), _ = lax.scan(step, nothing, jnp.arange(count, dtype=jnp.int32))
     if options["sinks"] is not None:
         out, lse = _with_sinks(out, lse, options["sinks"])
+    if beyond is not None:
+        lost = beyond[:, None, None]
+        out, lse = jnp.where(lost[..., None], jnp.nan, out), jnp.where(lost, jnp.nan, lse)
     out = out.astype(q.dtype)
     return (out, Aux(lse=lse)) if options["aux"] else out
 
 
-def _lengths(caller: str, lengths, batch: int):
+def _lengths(caller: str, lengths, batch: int, room: int):
+    """Lengths `[B]`; and where they are traced, which are beyond what there is room for."""
     lengths = jnp.asarray(lengths)
     if lengths.shape not in ((), (batch,)) or not jnp.issubdtype(lengths.dtype, jnp.integer):
         raise ValueError(
             f"{caller}: `lengths` is {lengths.dtype}{list(lengths.shape)}; needed are integers, a "
             f"scalar or [{batch}]."
         )
-    return jnp.broadcast_to(lengths.astype(jnp.int32), (batch,))
+    of_each = jnp.broadcast_to(lengths.astype(jnp.int32), (batch,))
+    if isinstance(lengths, Tracer):
+        return of_each, of_each > room
+    known = np.ravel(lengths) if lengths.is_fully_addressable else np.zeros(0, int)
+    if (wrong := known[(known < 0) | (known > room)]).size:
+        raise ValueError(
+            f"{caller}: `lengths` has {', '.join(map(str, wrong[:5]))}, and there is room for the "
+            f"keys of {room} tokens: needed are numbers from 0 to {room}, or more room."
+        )
+    return of_each, None
 
 
 def _seen(kept: _Keys, lengths, new: int, mask_mod, b, h, t, position):
