@@ -70,7 +70,10 @@ def data_for(config: Config, tokenizer: files.Tokenizer | None) -> tuple[Source,
     library = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     documents = read(config.data or library)
     parts = (documents, read(config.held_out)) if config.held_out else files.hold_out(documents)
-    rows, held_out = (files.as_rows(part, config.length, config.separator) for part in parts)
+    rows, held_out = (
+        files.as_rows(part, config.length, config.separator, name)
+        for part, name in zip(parts, ("to train on", "held out"), strict=True)
+    )
     batch(rows, 0, size=config.batch, seed=config.seed)
     first = held_out.take(np.arange(min(count(held_out), config.held_out_rows)))
     if (first.labels == NO_LABEL).all():

@@ -324,6 +324,14 @@ def test_data_that_can_not_be_read_is_refused(tmp_path):
             train.data_for(config, train.tokenizer_for(config))
     config = train.Config(data=(f"{tmp_path}/short.txt",), length=2, held_out_rows=1, batch=1)
     (tmp_path / "one.txt").write_text("x")
+    (tmp_path / "few.bin").write_bytes(bytes(2000))
+    for name, dtype, message in (
+        ("one.txt", None, "there is no token"),
+        ("few.bin", "uint16", "a row takes 256 tokens, and there are 50 of them"),
+    ):
+        few = train.Config(data=(f"{tmp_path}/{name}",), token_dtype=dtype)
+        with pytest.raises(ValueError, match=rf"too little data held out: {message}\. Give more"):
+            train.data_for(few, train.files.BYTES)
     config = dataclasses.replace(config, held_out=(f"{tmp_path}/one.txt",))
     with pytest.raises(ValueError, match=r"no token to predict in the data held out"):
         train.data_for(config, train.files.BYTES)

@@ -299,9 +299,43 @@ def test_what_does_not_fit_is_named():
         (lambda: paged_attention(q, *pages[:2], pages[2][:2], LENGTHS), r"`page_table` has shape"),
         (lambda: paged_attention(q, pages[0], pages[1][:4], pages[2], 5), r"`v_pages` \(4, 7"),
         (lambda: paged_attention(q, pages[0][..., :4], *pages[1:], 5), r"paged_attention: `k` has"),
+        (lambda: paged_attention(q, *pages[:2], pages[2][0], 5), r"`page_table` has shape \(10,\)"),
+        (lambda: paged_attention(q, *pages[:2], pages[2] * 1.0, 5), r"dtype float32, .*integers"),
+        (lambda: paged_attention(q, pages[0][0], *pages[1:], 5), r"`k_pages` \(7, 2, 8\)"),
+        (lambda: paged_attention(q[0], *pages, 5), r"`page_table` has shape .* with q \(1, 4, 8\)"),
+        (lambda: decode_attention(q[0], k, v, 5), r"decode_attention: `q` has shape \(1, 4, 8\)"),
     ):  # fmt: skip
         with pytest.raises((ValueError, TypeError), match=message):
             f()
+
+
+def whole(b, h, q, k):
+    return q - k
+
+
+def nothing(*_):
+    return None
+
+
+def pairs(q, k):
+    return q >= k
+
+
+@pytest.mark.parametrize("how", ["decode", "pages"])
+@pytest.mark.parametrize(
+    ("mods", "message"),
+    [
+        ({"mask": whole}, r"`mask_mod` must return a bool, .*`whole` \(.*test_inference.py:\d+\)"),
+        ({"mask": nothing}, r"`mask_mod` must return a bool, .*`nothing` .* returned None"),
+        ({"score": nothing}, r"`score_mod` must return a floating-.*`nothing` .* returned None"),
+        ({"mask": pairs}, r"`mask_mod\(b, h, q_idx, kv_idx\)`, and `pairs` .* takes \(q, k\)"),
+        ({"score": pairs}, r"`score_mod\(score, b, h, q_idx, kv_idx\)`, and `pairs` .* takes"),
+    ],
+    ids=lambda x: "".join(f"{k} {v.__name__}" for k, v in x.items()) if isinstance(x, dict) else "",
+)
+def test_a_mod_that_cannot_be_is_named(how, mods, message):
+    with pytest.raises((ValueError, TypeError), match=message):
+        attend(how, *problem(), **mods)
 
 
 OTHER = (np.zeros(S - 1, np.int32), np.zeros(S + 1, np.int32))

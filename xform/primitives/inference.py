@@ -196,18 +196,13 @@ def paged_attention(
     (2, 1, 8, 16)
     """
     aux = (aux,) if isinstance(aux, str) else tuple(aux)
+    _check_pages(q, k_pages, v_pages, page_table)
     (pages, size), (_, room) = k_pages.shape[:2], page_table.shape
     rows = lambda x: jax.ShapeDtypeStruct((q.shape[0], room * size, *x.shape[2:]), x.dtype)
     _check(
         q, rows(k_pages), rows(v_pages), sinks, 0.0, None, (), implementation,
         caller="paged_attention",
     )  # fmt: skip
-    if page_table.shape[0] != q.shape[0] or v_pages.shape[:2] != (pages, size) or size == 0:
-        raise ValueError(
-            f"paged_attention: `page_table` has shape {page_table.shape}, `k_pages` "
-            f"{k_pages.shape} and `v_pages` {v_pages.shape}; with q {q.shape} needed are "
-            f"[{q.shape[0]}, M], [P, N, K, D] and [P, N, K, V], with N > 0."
-        )
     splits, keys = _cut(q, k_pages, splits, room * size)
     count = splits * max(1, keys // size)
     table = jnp.pad(page_table, ((0, 0), (0, -room % count or (not room))), constant_values=-1)
@@ -227,6 +222,20 @@ def paged_attention(
     return _over_parts(
         "paged_attention", q, kept, v_pages.shape[-1], lengths, score_mod, mask_mod, options
     )
+
+
+def _check_pages(q, k_pages, v_pages, page_table) -> None:
+    """Raises unless there are pages of keys, as many of values, and a row of numbers a text."""
+    ranks = [x.ndim for x in (k_pages, v_pages, page_table)] == [4, 4, 2]
+    whole = jnp.issubdtype(page_table.dtype, jnp.integer)
+    same = k_pages.shape[:2] == v_pages.shape[:2] and page_table.shape[:1] == q.shape[:1]
+    if not (ranks and whole and same and k_pages.shape[1]):
+        raise ValueError(
+            f"paged_attention: `page_table` has shape {page_table.shape} and dtype "
+            f"{page_table.dtype}, `k_pages` {k_pages.shape} and `v_pages` {v_pages.shape}; with q "
+            f"{q.shape} needed are integers [{q.shape[0] if q.ndim else 'B'}, M], [P, N, K, D] and "
+            "[P, N, K, V], with N > 0."
+        )
 
 
 def _pages_at(pool, numbers):
@@ -255,7 +264,7 @@ def _over_parts(
     # Queries and keys are counted from the beginning of a text: each has any of its positions.
     shape = Shape(q.shape[0], q.shape[2], kept.length, kept.length, new=q.shape[1])
     _check_mods(score_mod, mask_mod, options["scale"], shape, caller)
-    seen = partial(_seen, kept, lengths, q.shape[1], mask_mod)
+    seen = _named(partial(_seen, kept, lengths, q.shape[1], mask_mod), mask_mod)
     attend = partial(_part, q, kept, lengths, score_mod, seen, options)
     rows = q.shape[:3]
     wide = jnp.promote_types(q.dtype, jnp.float32)
@@ -308,7 +317,20 @@ def _seen(kept: _Keys, lengths, new: int, mask_mod, b, h, t, position):
     """Whether the t-th of the new queries sees a position."""
     place = lengths[b] - new + t
     seen = (position < lengths[b]) & (place >= 0) & kept.exists(b, position)
-    return seen if mask_mod is None else seen & mask_mod(b, h, place, position)
+    return seen if mask_mod is None else _both(seen, mask_mod(b, h, place, position))
+
+
+def _both(seen, own):
+    """Whether both hold; what is no bool goes on as it is, for the check of mods to refuse."""
+    is_bool = isinstance(own, bool) or (hasattr(own, "dtype") and own.dtype == jnp.bool_)
+    return seen & own if is_bool else own
+
+
+def _named(f, mod: Callable | None):
+    """`f` under the name and the signature of the mod that it calls, for errors to say."""
+    if mod is not None:
+        f.__wrapped__ = mod
+    return f
 
 
 def _part(q, kept: _Keys, lengths, score_mod, seen, options: dict, n):
@@ -324,7 +346,7 @@ def _part(q, kept: _Keys, lengths, score_mod, seen, options: dict, n):
 
     def mask(b, h, i, j):
         b, position = at(b, j)
-        return (position >= first) & seen(b, h, i, position)
+        return _both(position >= first, seen(b, h, i, position))
 
     def score(s, b, h, i, j):
         b, position = at(b, j)
@@ -333,7 +355,8 @@ def _part(q, kept: _Keys, lengths, score_mod, seen, options: dict, n):
     scale = max(1, q.shape[-1]) ** -0.5 if options["scale"] is None else options["scale"]
     out, lse = _attend(
         jnp.repeat(q, splits, 0) if splits > 1 else q, k, v,
-        score_mod=None if score_mod is None else score, mask_mod=mask, scale=scale,
+        score_mod=None if score_mod is None else _named(score, score_mod),
+        mask_mod=_named(mask, getattr(seen, "__wrapped__", None)), scale=scale,
         dropout_rate=0.0, dropout_key=None, peak=False,
         implementation=options["implementation"], wide=True,
     )  # fmt: skip

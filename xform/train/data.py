@@ -56,7 +56,11 @@ class Source(Protocol):
 
 
 def count(rows: Source) -> int:
-    """Returns how many rows there are."""
+    """Returns how many rows there are.
+
+    >>> count(pack([np.arange(6)], length=2))
+    3
+    """
     return sum(map(len, rows.blocks))
 
 

@@ -236,15 +236,28 @@ def hold_out(documents: Sequence[np.ndarray]) -> tuple[list[np.ndarray], list[np
     return [x[:cut] for x, cut in pairs], [x[cut:] for x, cut in pairs]
 
 
-def as_rows(documents: Sequence[np.ndarray], length: int, separator: int | None = None) -> Source:
+def as_rows(
+    documents: Sequence[np.ndarray], length: int, separator: int | None = None, name: str = ""
+) -> Source:
     """Returns rows of `length` tokens: packed documents, or those of mapped files.
+
+    Args:
+      documents: Their tokens.
+      length: Tokens in a row.
+      separator: The token that ends a document of a mapped file, see `TokenRows`.
+      name: What the data is, for the error.
 
     Raises:
       ValueError: There is no token, or less than one row in the files.
     """
-    if isinstance(documents[0], np.memmap):
-        return rows_of(documents, length, separator)
-    return pack(documents, length)
+    try:
+        if isinstance(documents[0], np.memmap):
+            return rows_of(documents, length, separator)
+        if not any(map(len, documents)):
+            raise ValueError("there is no token")
+        return pack(documents, length)
+    except ValueError as error:
+        raise ValueError(f"too little data {name}: {error}. Give more of it.") from None
 
 
 def fingerprint(rows: Source) -> str:
