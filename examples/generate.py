@@ -56,7 +56,8 @@ def check(config: Config, codes: int | None = None) -> None:
         f"temperature={config.temperature} must be at least 0": 0 <= config.temperature < math.inf,
         f"seed={config.seed} must be from 0 to 2³² - 1": 0 <= config.seed < 2**32,
         f"top_k={k} must be at least 1": k is None or k >= 1,
-        f"top_k={k} must be at most the {codes} of the vocabulary": None in (k, codes)
+        f"top_k={k} must be at most the {codes} of the vocabulary": k is None
+        or codes is None
         or k <= codes,
         f"page_size={config.page_size} must be at least 1": config.page_size is None
         or config.page_size >= 1,

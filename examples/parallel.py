@@ -123,6 +123,7 @@ def gradients(
     return jax.jit(body)
 
 
+@cache
 def sums(model: llama.Config, mesh: Mesh, layout: Layout = PLAIN) -> Callable:
     """Returns the summed loss of parameters and rows, and the number of labels, over the mesh."""
     specs = specs_for(layout, model, mesh)

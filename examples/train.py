@@ -292,13 +292,17 @@ def told_what_is_saved(checkpoints: Checkpoints) -> Iterator[None]:
         raise
 
 
-def fit(config: Config, mesh: Mesh, rows: Source, folder: Path, stop: run.Stop) -> tuple[dict, int]:
+def fit(
+    config: Config, mesh: Mesh, rows: Source, folder: Path, stop: run.Stop, info: dict | None = None
+) -> tuple[dict, int]:
     """Trains until the last step, or until it is asked to stop; saves as it goes and at the end.
+
+    What tells its checkpoints from those of others, `info`, takes a look at all data.
 
     Returns:
       The state and how many steps it has seen.
     """
-    info = info_of(config, rows)
+    info = info or info_of(config, rows)
     with Checkpoints(folder / "checkpoints") as checkpoints:
         state, before = first_state(config, mesh), checkpoints.latest or 0
         if before:
@@ -381,19 +385,19 @@ def main(config: Config) -> None:
     mesh = mesh_for(config)
     tokenizer = tokenizer_for(config)
     rows, held_out = data_for(config, tokenizer)
-    data = files.fingerprint(rows)
+    info = info_of(config, rows)
     if saved:
-        refuse_another(*saved, config, data)
+        refuse_another(*saved, config, info["data"])
     layout = " × ".join(f"{axis}={size}" for axis, size in mesh.shape.items())
     platform = mesh.devices.flat[0].platform
-    read = "" if not kinds(config)[0] else f", read as {rows.blocks[0].dtype}"
+    read = f", read as {rows.blocks[0].dtype}" if info["tokens"] else ""
     size = sum(block.size for block in rows.blocks)
     print(f"{size:,} tokens in {count(rows):,} rows{read}; {platform} devices: {layout}")
 
-    folder = begin(config, data)
+    folder = begin(config, info["data"])
     print(f"the run is in {folder}")
     with run.stopping() as stop:
-        state, done = fit(config, mesh, rows, folder, stop)
+        state, done = fit(config, mesh, rows, folder, stop, info)
     if stop.signal:
         print(f"stopped after step {done}, which is saved; to go on: --run {folder} --resume")
         sys.exit(128 + stop.signal)

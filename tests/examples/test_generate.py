@@ -126,9 +126,10 @@ def test_what_makes_no_sense_is_listed():
     for name in ("page_size=0", "rows=0", "temperature=-1", "top_k=0", "top_p=1.5"):
         assert f"{name} must be" in str(error.value)
     nan, infinite = float("nan"), float("inf")
-    for wrong in ({"temperature": nan}, {"temperature": infinite}, {"top_p": nan}, {"top_p": 0.0}):
-        with pytest.raises(ValueError, match=f"{next(iter(wrong))}=.* must be"):
-            generate.check(generate.Config(**wrong))
+    pairs = ("temperature", nan), ("temperature", infinite), ("top_p", nan), ("top_p", 0.0)
+    for name, x in pairs:
+        with pytest.raises(ValueError, match=f"{name}=.* must be"):
+            generate.check(dataclasses.replace(generate.Config(), **{name: x}))
     for seed in (-1, 2**32):
         with pytest.raises(ValueError, match=rf"seed={seed} must be from 0 to"):
             generate.check(generate.Config(seed=seed))
