@@ -329,7 +329,8 @@ def test_data_that_can_not_be_read_is_refused(tmp_path):
         ("one.txt", None, "there is no token"),
         ("few.bin", "uint16", "a row takes 256 tokens, and there are 50 of them"),
     ):
-        few = train.Config(data=(f"{tmp_path}/{name}",), token_dtype=dtype)
+        data = (f"{tmp_path}/{name}",)
+        few = dataclasses.replace(train.Config(), data=data, token_dtype=dtype)
         with pytest.raises(ValueError, match=rf"too little data held out: {message}\. Give more"):
             train.data_for(few, train.files.BYTES)
     config = dataclasses.replace(config, held_out=(f"{tmp_path}/one.txt",))

@@ -224,11 +224,11 @@ def _doubt(tokens: np.ndarray, codes: int, highest: np.ndarray) -> str | None:
     if tokens.dtype.itemsize > 2:
         return None
     even, odd = highest[::2].max(), highest[1::2].max()
-    whole = len(tokens) % 2 == 0
+    whole, upper = len(tokens) % 2 == 0, (codes - 1) >> 16
     # The upper halves of uint32 tokens are tiny numbers, and every second one.
-    if whole and odd <= codes >> 16 < even:
+    if whole and odd <= upper < even:
         return f"uint32: every second number is at most {odd}. Say so: dtype uint32"
-    if whole and even <= codes >> 16 < odd:
+    if whole and even <= upper < odd:
         return f"uint32 in big-endian order. {_turned('>u4', '<u4')}"
     if whole and set(np.frombuffer(data, "<u2")[1::2]) == {0, 0xFFFF}:
         return "int32 with negative numbers, which are no tokens"
