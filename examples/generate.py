@@ -6,6 +6,8 @@
 Every token costs one pass over itself: keys and values of what came before are kept.
 """
 
+import math
+import sys
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -16,6 +18,7 @@ import numpy as np
 from jax.sharding import SingleDeviceSharding
 
 import llama
+from xform import all_finite
 from xform.train import files, run
 from xform.train.checkpoint import Checkpoints
 
@@ -44,13 +47,18 @@ class Config:
     """Keys and values are kept in pages of so many tokens; by default, in one piece."""
 
 
-def check(config: Config) -> None:
-    """Raises one error that lists every number that makes no sense."""
+def check(config: Config, codes: int | None = None) -> None:
+    """Raises one error that lists every number that makes no sense, in a vocabulary if known."""
+    k = config.top_k
     rules = {
         f"rows={config.rows} must be at least 1": config.rows >= 1,
         f"tokens={config.tokens} must be at least 1": config.tokens >= 1,
-        f"temperature={config.temperature} must be at least 0": config.temperature >= 0,
-        f"top_k={config.top_k} must be at least 1": config.top_k is None or config.top_k >= 1,
+        f"temperature={config.temperature} must be at least 0": 0 <= config.temperature < math.inf,
+        f"seed={config.seed} must be from 0 to 2³² - 1": 0 <= config.seed < 2**32,
+        f"top_k={k} must be at least 1": k is None or k >= 1,
+        f"top_k={k} must be at most the {codes} of the vocabulary": k is None
+        or codes is None
+        or k <= codes,
         f"page_size={config.page_size} must be at least 1": config.page_size is None
         or config.page_size >= 1,
         f"top_p={config.top_p} must be above 0 and at most 1": config.top_p is None
@@ -107,28 +115,52 @@ def generate(
 
 
 def trained(folder: Path) -> tuple[dict, dict]:
-    """Returns the newest parameters of a run, on one device, and its config."""
+    """Returns the newest parameters of a run, on one device, and what was saved with them.
+
+    Raises:
+      FileNotFoundError: There are none.
+      ValueError: They are of another program, or not finite.
+    """
     with Checkpoints(folder / "checkpoints", read_only=True) as checkpoints:
-        config = checkpoints.info()["config"]
-        model = llama.Config(**config["model"])
+        info = checkpoints.info()
+        try:
+            model = llama.Config(**info["config"]["model"])
+        except (KeyError, TypeError) as error:
+            raise ValueError(
+                f"the checkpoint in `{folder}` is of another program: no config of its model "
+                f"({error!r})."
+            ) from None
         place = SingleDeviceSharding(jax.devices()[0])
         like = jax.eval_shape(partial(llama.init, model), jax.random.key(0))
         like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), like)
-        return checkpoints.restore({"params": like})["params"], {**config, "model": model}
+        params = checkpoints.restore({"params": like})["params"]
+        if not all_finite(params):
+            raise ValueError(
+                f"the checkpoint of step {checkpoints.latest} in `{folder}` holds numbers that are "
+                "not finite: it was damaged, or saved by another program."
+            )
+    return params, {**info, "model": model}
 
 
 def main(config: Config) -> None:
     """Prints texts."""
     check(config)
-    params, trained_as = trained(Path(config.run or run.newest_run()))
-    model = trained_as["model"]
+    params, info = trained(Path(config.run or run.newest_run()))
+    model, trained_as = info["model"], info["config"]
+    check(config, model.codes)
     path = config.tokenizer or trained_as["tokenizer"]
-    if path is None and any(name.endswith(".bin") for name in trained_as["data"]):
+    # Of runs that did not note it, the names tell.
+    named = any(name.lower().endswith(".bin") for name in trained_as["data"])
+    if path is None and info.get("tokens", named):
         raise ValueError("the run was trained on tokens: name the tokenizer that made them.")
     tokenizer = files.load_tokenizer(path, model.codes)
-    prompt = tokenizer.encode(config.prompt.encode())
-    if not len(prompt):
-        raise ValueError("the prompt is empty: give the model a token to begin with (`--prompt`).")
+    prompt = files.encode_prompt(tokenizer, config.prompt)
+    if len(prompt) > (length := trained_as.get("length", len(prompt))):
+        print(
+            f"the prompt has {len(prompt)} tokens, and the model has seen no more than {length} "
+            "together: expect less of what follows",
+            file=sys.stderr,
+        )
     texts = generate(
         params,
         np.tile(prompt, (config.rows, 1)),
@@ -148,4 +180,5 @@ def main(config: Config) -> None:
 if __name__ == "__main__":
     import tyro
 
-    main(tyro.cli(Config))
+    with run.told(__file__):
+        main(tyro.cli(Config))

@@ -8,7 +8,7 @@ with `overlap` the products there hide their own communication.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Literal
 
 import jax
@@ -112,6 +112,7 @@ def loss_and_grads(
     return data.value_and_grad(loss, ready, "dp", microbatches=layout.microbatches)(params, rows)
 
 
+@cache  # so that what was traced and compiled for them is found again
 def gradients(
     model: llama.Config, mesh: Mesh, layout: Layout = PLAIN, policy: str = "f32"
 ) -> Callable:
@@ -122,6 +123,7 @@ def gradients(
     return jax.jit(body)
 
 
+@cache
 def sums(model: llama.Config, mesh: Mesh, layout: Layout = PLAIN) -> Callable:
     """Returns the summed loss of parameters and rows, and the number of labels, over the mesh."""
     specs = specs_for(layout, model, mesh)

@@ -5,8 +5,8 @@
     uv run --extra train examples/train.py --dp 4 --tp 2 --layout.fsdp \
         --layout.sequence --layout.overlap ring
     uv run --extra train examples/train.py --data notes/ letters.txt
-    uv run --extra train examples/train.py --data train.bin --separator 50256 \
-        --model.codes 50257 --tokenizer tokenizer.json
+    uv run --extra train examples/train.py --data train.bin --held-out val.bin \
+        --separator 50256 --model.codes 50257 --tokenizer tokenizer.json
     uv run --extra train examples/train.py --resume
 
 It runs on all accelerators that JAX finds, or on a CPU split into eight virtual devices, as a mesh
@@ -27,7 +27,6 @@ import tokenize
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -41,130 +40,24 @@ import llama
 import parallel
 import several
 from generate import generate
-from parallel import Layout
+from settings import FREE, Config, check, kinds, known_of, wrong_processes
 from xform import Costs, all_finite, cost, explain, hfu, memory, mfu, numerics
 from xform.sharding import cpu_devices, make_mesh, place, settle, shardings
 from xform.train import files, run
 from xform.train.checkpoint import Checkpoints
-from xform.train.data import NO_LABEL, Rows, Source, batch
+from xform.train.data import NO_LABEL, Rows, Source, batch, count
 from xform.train.metrics import Metrics
-
-
-@dataclasses.dataclass(frozen=True)
-class Config:
-    """What is trained, on what, and for how long."""
-
-    model: llama.Config = llama.Config()
-    steps: int = 500
-    batch: int = 8
-    """Rows in a batch, over all devices."""
-    length: int = 256
-    """Tokens in a row."""
-    learning_rate: float = 3e-3
-    """Its peak: it rises over a tenth of the steps, then falls along a cosine to a tenth."""
-    weight_decay: float = 0.1
-    precision: Literal["f32", "bf16", "f16", "fp8", "fp8_forward", "mxfp8", "mxfp4", "nvfp4"] = (
-        "f32"
-    )
-    """What loss and gradients are computed in; parameters and their gradients are float32."""
-    explain: str | None = None
-    """A file to write what the compiled step runs to, by line: a page if it ends in `.html`."""
-    seed: int = 0
-
-    data: tuple[str, ...] = ()
-    """Text files, folders of them, or one `.bin` file of tokens; by default, Python's library."""
-    held_out: tuple[str, ...] = ()
-    """What to validate on, in the same forms; by default, a twentieth of the data."""
-    held_out_rows: int = 1024
-    """How many rows of it are used, at most."""
-    tokenizer: str | None = None
-    """A Hugging Face `tokenizer.json`; by default, the bytes of a text are its tokens."""
-    token_dtype: Literal["uint16", "uint32"] | None = None
-    """Of a `.bin` file whose header does not say; by default, uint16."""
-    separator: int | None = None
-    """The token that ends a document of a `.bin` file; by default, the file is one document."""
-
-    dp: int | None = None
-    """Devices along the data axis; by default all that `tp` leaves."""
-    tp: int | None = None
-    """Devices along the tensor axis; by default 2 where it divides devices and vocabulary."""
-    layout: Layout = parallel.PLAIN
-    coordinator: str | None = None
-    """Where process 0 waits for the others, as `host:port`; `auto` where a cluster says so."""
-    processes: int = 1
-    """How many processes share the mesh."""
-    process: int = 0
-    """Which one of them this is."""
-
-    run: str | None = None
-    """The run's folder; by default a new one in `runs/`, named by date and time."""
-    resume: bool = False
-    """Go on with the run in `run`, by default the newest in `runs/`, with its config."""
-    save_every: int = 100
-    """Steps from one checkpoint to the next."""
-    prompt: str = (
-        "class Stack:\n    def push(self, item):\n        self.items.append(item)\n        self."
-    )
-    """The beginning of the texts that the trained model is asked for."""
-    temperature: float = 0.3
-
-
-# What may be another when a run goes on. Its data is known by the tokens, wherever they lie.
-FREE = (
-    *("dp", "tp", "layout", "coordinator", "processes", "process"),
-    *("run", "resume", "save_every", "prompt", "temperature", "data"),
-)
-
-
-def check(config: Config) -> None:
-    """Raises one error that lists all that makes no sense by itself."""
-    m, layout = config.model, config.layout
-    names = ("steps", "batch", "length", "held_out_rows", "save_every", "dp", "tp", "processes")
-    positive = {f"model.{name}": size for name, size in dataclasses.asdict(m).items()}
-    positive |= {name: getattr(config, name) for name in names}
-    wrong = [f"{x}={n} must be above 0" for x, n in positive.items() if n is not None and n <= 0]
-    if m.kv_heads > 0 and m.heads % m.kv_heads:
-        wrong.append(f"model.heads={m.heads} is no multiple of model.kv_heads={m.kv_heads}")
-    if m.head_size % 2:
-        wrong.append(f"model.head_size={m.head_size} must be even, since RoPE turns pairs")
-    if layout.microbatches < 1 or not 0 <= layout.ahead <= m.layers:
-        wrong.append(
-            f"layout.microbatches={layout.microbatches} must be above 0, and "
-            f"layout.ahead={layout.ahead} from 0 to model.layers={m.layers}"
-        )
-    if layout.overlap and not layout.sequence:
-        wrong.append("layout.overlap hides what layout.sequence sends: set that too")
-    if (layout.keep or layout.late) and not layout.fsdp:
-        wrong.append("layout.keep and layout.late say how layout.fsdp gathers: set that too")
-    if config.processes > 1 and (config.coordinator is None or config.run is None):
-        wrong.append("processes have to find each other: name a coordinator, and a run")
-    if not 0 <= config.process < max(1, config.processes):
-        wrong.append(f"process={config.process} is none of processes={config.processes}, from 0")
-    if config.processes > 1 and config.explain:
-        wrong.append("explain is of one process")
-    if config.temperature < 0:
-        wrong.append(f"temperature={config.temperature} must not be negative")
-    if config.separator is not None and not 0 <= config.separator < m.codes:
-        wrong.append(f"separator={config.separator} is outside of model.codes={m.codes}")
-    if not config.prompt:
-        wrong.append("prompt is empty, and a text begins with a token")
-    flat = [name.endswith(".bin") for name in (*(config.data or ("",)), *config.held_out)]
-    if any(flat) and not all(flat):
-        wrong.append("data and held_out mix text and `.bin` files")
-    if not any(flat) and (config.separator, config.token_dtype) != (None, None):
-        wrong.append("separator and token_dtype are of `.bin` files, and there is none")
-    if wrong:
-        raise ValueError(f"config: {'; '.join(wrong)}.")
-
 
 # ---- data and devices ----------------------------------------------------------------------------
 
 
 def tokenizer_for(config: Config) -> files.Tokenizer | None:
     """Returns the tokenizer of texts; None where the data are tokens, and nobody knows of what."""
-    if config.tokenizer is None and any(name.endswith(".bin") for name in config.data):
+    if config.tokenizer is None and kinds(config)[0]:
         return None
-    return files.load_tokenizer(config.tokenizer, config.model.codes)
+    tokenizer = files.load_tokenizer(config.tokenizer, config.model.codes)
+    files.encode_prompt(tokenizer, config.prompt)
+    return tokenizer
 
 
 def data_for(config: Config, tokenizer: files.Tokenizer | None) -> tuple[Source, Source]:
@@ -177,9 +70,12 @@ def data_for(config: Config, tokenizer: files.Tokenizer | None) -> tuple[Source,
     library = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     documents = read(config.data or library)
     parts = (documents, read(config.held_out)) if config.held_out else files.hold_out(documents)
-    rows, held_out = (files.as_rows(part, config.length, config.separator) for part in parts)
+    rows, held_out = (
+        files.as_rows(part, config.length, config.separator, name)
+        for part, name in zip(parts, ("to train on", "held out"), strict=True)
+    )
     batch(rows, 0, size=config.batch, seed=config.seed)
-    first = held_out.take(np.arange(min(len(held_out.tokens), config.held_out_rows)))
+    first = held_out.take(np.arange(min(count(held_out), config.held_out_rows)))
     if (first.labels == NO_LABEL).all():
         raise ValueError(
             "there is no token to predict in the data held out: give more (--held-out)"
@@ -273,11 +169,11 @@ def training(
 def evaluate(config: Config, mesh: Mesh, params: dict, rows: Source) -> float:
     """Returns the mean loss of all labels in the rows, in nats."""
     sums = parallel.sums(config.model, mesh, config.layout)
-    total, labels, count = 0.0, 0, min(len(rows.tokens), config.held_out_rows)
-    for i in range(0, count, config.batch):
+    total, labels, used = 0.0, 0, min(count(rows), config.held_out_rows)
+    for i in range(0, used, config.batch):
         chosen = np.arange(i, i + config.batch)
-        part = rows.take(chosen % count)
-        part.labels[chosen >= count] = NO_LABEL
+        part = rows.take(chosen % used)
+        part.labels[chosen >= used] = NO_LABEL
         loss, found = settle(sums(params, place(part, shardings(mesh, P("dp")))))
         total, labels = total + float(loss), labels + int(found)
     return total / labels
@@ -296,7 +192,7 @@ def forecast(config: Config, mesh: Mesh) -> Costs:
     shape = (config.batch, config.length)
     rows = jax.eval_shape(lambda: Rows(*[np.zeros(shape, np.int32)] * 3))
     rows = jax.tree.map(lambda x: struct(x, shardings(mesh, P("dp"))), rows)
-    grads = parallel.gradients(config.model, mesh, config.layout)
+    grads = parallel.gradients(config.model, mesh, config.layout, "f32")
     costs = cost(grads)(params, rows)
     print(f"{costs}\n{memory(grads)(params, rows)}")
     return costs
@@ -329,17 +225,57 @@ def watched(
             last = time.perf_counter()
 
 
-def restored(checkpoints: Checkpoints, state: dict, info: dict) -> dict:
-    """Returns the newest checkpoint, once it is known to be of this config and this data."""
-    saved = checkpoints.info()
-    wrong = run.differences(saved["config"], info["config"], FREE)
-    if saved["data"] != info["data"]:
-        wrong.append(f"the data was {saved['data']} and is {info['data']} now")
+# ---- what a run goes on from ---------------------------------------------------------------------
+
+
+def info_of(config: Config, rows: Source) -> dict:
+    """Returns what is saved with a state, and tells whether another run may go on from it."""
+    made = {"config": dataclasses.asdict(config), "data": files.fingerprint(rows)}
+    return {**made, "tokens": bool(kinds(config)[0])}
+
+
+def saved_of(config: Config) -> tuple[str, dict] | None:
+    """Returns where a run that goes on was described, and how; None for one that begins."""
+    if not config.resume:
+        return None
+    folder = Path(config.run or run.newest_run())
+    described = run.read_run(folder)
+    if (folder / "checkpoints").is_dir():
+        with Checkpoints(folder / "checkpoints", read_only=True) as checkpoints:
+            if checkpoints.latest is not None:
+                return f"the checkpoint in `{checkpoints.folder}`", checkpoints.info()
+    return f"the run in `{folder}`", described
+
+
+def refuse_another(where: str, saved: dict, config: Config, data: str | None = None) -> None:
+    """Raises one error that lists all that a saved run has otherwise, before anything else is said.
+
+    Args:
+      where: What it was saved as, in words.
+      saved: Its config, and the fingerprint of its data, as `info_of` makes them.
+      config: That of now.
+      data: The fingerprint of now; None reads the data for it, if the config differs.
+    """
+    wrong = run.differences(saved["config"], dataclasses.asdict(config), FREE)
+    if wrong and data is None and "data" in saved:
+        try:  # as the saved run would have read it: rows of its length, tokens of its tokenizer
+            before = dataclasses.replace(known_of(saved["config"]), data=config.data)
+            data = files.fingerprint(data_for(before, tokenizer_for(before))[0])
+        except (KeyError, OSError, TypeError, ValueError) as error:
+            wrong.append(f"the data was {saved['data']}, and what is named now is none: {error}")
+    if data not in (None, saved.get("data", data)):
+        wrong.append(f"the data was {saved['data']} and is {data} now")
     if wrong:
         raise ValueError(
-            f"the checkpoint in `{checkpoints.folder}` is of another config: {'; '.join(wrong)}. "
-            "Go on with the old one, or begin a new run."
+            f"{where} is of another config: {'; '.join(wrong)}. Go on with the old one, or begin a "
+            "new run."
         )
+
+
+def restored(checkpoints: Checkpoints, state: dict, config: Config, data: str) -> dict:
+    """Returns the newest checkpoint, once it is known to be of this config and this data."""
+    where = f"the checkpoint in `{checkpoints.folder}`"
+    refuse_another(where, checkpoints.info(), config, data)
     return checkpoints.restore(state)
 
 
@@ -356,17 +292,21 @@ def told_what_is_saved(checkpoints: Checkpoints) -> Iterator[None]:
         raise
 
 
-def fit(config: Config, mesh: Mesh, rows: Source, folder: Path, stop: run.Stop) -> tuple[dict, int]:
+def fit(
+    config: Config, mesh: Mesh, rows: Source, folder: Path, stop: run.Stop, info: dict | None = None
+) -> tuple[dict, int]:
     """Trains until the last step, or until it is asked to stop; saves as it goes and at the end.
+
+    What tells its checkpoints from those of others, `info`, takes a look at all data.
 
     Returns:
       The state and how many steps it has seen.
     """
-    info = {"config": dataclasses.asdict(config), "data": files.fingerprint(rows)}
+    info = info or info_of(config, rows)
     with Checkpoints(folder / "checkpoints") as checkpoints:
         state, before = first_state(config, mesh), checkpoints.latest or 0
         if before:
-            state = restored(checkpoints, state, info)
+            state = restored(checkpoints, state, config, info["data"])
         costs = forecast(config, mesh)
         steps, done = training(config, mesh, rows, state, before), before
         watching = told_what_is_saved(checkpoints)
@@ -390,7 +330,7 @@ def sample(config: Config, tokenizer: files.Tokenizer, params: dict, rows: int =
     Args:
       params: Those of the host.
     """
-    prompt = tokenizer.encode(config.prompt.encode())
+    prompt = files.encode_prompt(tokenizer, config.prompt)
     tokens = generate(
         params,
         np.tile(prompt, (rows, 1)),
@@ -426,29 +366,38 @@ def show(config: Config, tokenizer: files.Tokenizer, params: dict) -> None:
     print(f"{passed}, {begun} more as the beginning of several")
 
 
-def begin(config: Config) -> Path:
+def begin(config: Config, data: str) -> Path:
     """Returns the run's folder, which the first process makes."""
     folder = Path(config.run or ".")
     if not jax.process_index():
-        folder = run.begin(config.run, dataclasses.asdict(config), resume=config.resume)
+        about = dataclasses.asdict(config)
+        folder = run.begin(config.run, about, data=data, resume=config.resume)
     several.wait()
     return folder
 
 
 def main(config: Config) -> None:
     """Trains, evaluates and samples, or goes on with that."""
+    saved = saved_of(config)
+    if saved:
+        refuse_another(*saved, config)
     check(config)
     mesh = mesh_for(config)
     tokenizer = tokenizer_for(config)
     rows, held_out = data_for(config, tokenizer)
+    info = info_of(config, rows)
+    if saved:
+        refuse_another(*saved, config, info["data"])
     layout = " × ".join(f"{axis}={size}" for axis, size in mesh.shape.items())
     platform = mesh.devices.flat[0].platform
-    print(f"{rows.tokens.size:,} tokens in {len(rows.tokens):,} rows; {platform} devices: {layout}")
+    read = f", read as {rows.blocks[0].dtype}" if info["tokens"] else ""
+    size = sum(block.size for block in rows.blocks)
+    print(f"{size:,} tokens in {count(rows):,} rows{read}; {platform} devices: {layout}")
 
-    folder = begin(config)
+    folder = begin(config, info["data"])
     print(f"the run is in {folder}")
     with run.stopping() as stop:
-        state, done = fit(config, mesh, rows, folder, stop)
+        state, done = fit(config, mesh, rows, folder, stop, info)
     if stop.signal:
         print(f"stopped after step {done}, which is saved; to go on: --run {folder} --resume")
         sys.exit(128 + stop.signal)
@@ -469,27 +418,21 @@ def from_command_line() -> Config:
     config = tyro.cli(Config)
     if not config.resume:
         return config
-    # Names that train.py no longer has are left to the comparison with the checkpoint.
-    known = lambda kind, saved: {
-        f.name: saved[f.name] for f in dataclasses.fields(kind) if f.name in saved
-    }
     folder = config.run or str(run.newest_run())
-    saved = run.read_run(folder)["config"]
-    parts = known(Config, saved) | {"run": folder, "resume": True}
-    parts["model"] = llama.Config(**known(llama.Config, saved["model"]))
-    parts["layout"] = Layout(**known(Layout, saved.get("layout", {})))
-    parts |= {name: tuple(saved[name]) for name in ("data", "held_out")}
-    return tyro.cli(Config, default=Config(**parts))
+    saved = known_of(run.read_run(folder)["config"])
+    return tyro.cli(Config, default=dataclasses.replace(saved, run=folder, resume=True))
 
 
 def run_from_command_line() -> None:
     """Does what the command line asks for, with the devices of this process."""
     config = from_command_line()
-    check(config)
+    if wrong := wrong_processes(config):
+        raise ValueError(f"config: {'; '.join(wrong)}.")
     cpu_devices(max(1, 8 // config.processes))
     several.join(config.coordinator, config.processes, config.process)
     main(config)
 
 
 if __name__ == "__main__":
-    run_from_command_line()
+    with run.told(__file__):
+        run_from_command_line()

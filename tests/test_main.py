@@ -1,5 +1,10 @@
 """The self-check passes where things work, and fails where they do not."""
 
+import os
+import subprocess
+import sys
+
+import jax
 import jax.numpy as jnp
 import pytest
 
@@ -38,3 +43,49 @@ def test_wrong_attention_is_noticed(monkeypatch, capsys):
     assert "pass  over 8 devices" in out
     assert "FAIL  RuntimeError: no such device" in out
     assert out.endswith("2 of 3 checks FAIL\n")
+
+
+def test_without_devices_it_says_why_and_how_to_go_on():
+    """As where JAX is told to use a GPU that is not there."""
+    environment = {**os.environ, "JAX_PLATFORMS": "none_such"}
+    command = [sys.executable, "-m", "xform"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    versions, python, *words = done.stdout.splitlines()
+    assert versions.startswith("xform-jax ")
+    assert python.startswith("python 3.")
+    assert words[0].startswith("no devices: RuntimeError: Unable to initialize backend 'none_such'")
+    assert words[1].startswith("to go on: JAX_PLATFORMS=none_such asks for it: unset that, or try")
+    assert words[2:] == ["no check could run"]
+    assert done.stderr == ""
+    assert done.returncode == 1
+
+
+def test_a_platform_that_can_not_be_used_is_a_line_of_the_report(monkeypatch, capsys):
+    """JAX logs it with a traceback, and goes on, or raises without a word."""
+
+    def log_and(then):
+        def devices():
+            try:
+                raise RuntimeError("Unable to load cuDNN.\nIs it installed?")
+            except RuntimeError:
+                report.platform_log.exception("no plugin %s", "xla_cuda13")
+            return then()
+
+        return devices
+
+    def nothing():
+        raise AssertionError
+
+    found = jax.devices
+    monkeypatch.setattr(report, "CHECKS", {"one": lambda: "fine"})
+    monkeypatch.delenv("JAX_PLATFORMS", raising=False)
+    monkeypatch.setattr(jax, "devices", log_and(nothing))
+    assert report.main() == 1
+    why = "no plugin xla_cuda13: RuntimeError: Unable to load cuDNN. Is it installed?"
+    out, err = capsys.readouterr()
+    assert f"\nno devices: {why}; AssertionError\nto go on: install the JAX of this" in out
+    monkeypatch.setattr(jax, "devices", log_and(found))
+    assert report.main() == 0
+    out, more = capsys.readouterr()
+    assert f"\nnot used: {why}\ncpu: 8 × cpu\none" in out
+    assert err == more == ""

@@ -5,10 +5,13 @@ reference in float64, under the budget of the tests (at most twice the error of 
 the same precision, and one rounding); sums over devices with whole numbers.
 """
 
+import logging
+import os
 import platform
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 
@@ -17,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
+from xform._compat import platform_log
 from xform.jaxpr import rewrite
 from xform.primitives.attention import flex_attention
 from xform.primitives.masks import causal, documents
@@ -116,13 +120,50 @@ def _version(package: str) -> str:
         return "not installed"
 
 
+@contextmanager
+def _logged() -> Iterator[list[str]]:
+    """Collects in a line each what JAX logs with a traceback: platforms that can't be used."""
+    found: list[str] = []
+
+    def collect(record: logging.LogRecord) -> bool:
+        error = record.exc_info[1] if record.exc_info else None
+        found.append(record.getMessage() + (f": {_in_a_line(error)}" if error else ""))
+        return False
+
+    platform_log.addFilter(collect)
+    try:
+        yield found
+    finally:
+        platform_log.removeFilter(collect)
+
+
+def _in_a_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}".removesuffix(": ")
+
+
+def _no_devices(why: list[str]) -> str:
+    """Says that nothing can run, why, and what to try."""
+    asked = os.environ.get("JAX_PLATFORMS")
+    cure = "install the JAX of this machine's devices, as `jax[cuda13]`, and look at their driver"
+    if asked:
+        cure = f"JAX_PLATFORMS={asked} asks for it: unset that, or try JAX_PLATFORMS=cpu; or {cure}"
+    return f"no devices: {'; '.join(why)}\nto go on: {cure}\nno check could run"
+
+
 def main() -> int:
     """Prints the report; returns the number of checks that failed."""
     packages = ("xform-jax", "jax", "jaxlib", "numpy")
     print(*(f"{package} {_version(package)}" for package in packages), sep=", ")
     print(f"python {platform.python_version()} on {platform.platform()}")
-    for kind in sorted({device.device_kind for device in jax.devices()}):
-        count = sum(device.device_kind == kind for device in jax.devices())
+    with _logged() as unused:
+        try:
+            devices = jax.devices()
+        except Exception as error:  # whatever it is, it belongs into the report
+            print(_no_devices([*unused, _in_a_line(error)]))
+            return len(CHECKS)
+    print("".join(f"not used: {why}\n" for why in unused), end="")
+    for kind in sorted({device.device_kind for device in devices}):
+        count = sum(device.device_kind == kind for device in devices)
         print(f"{jax.default_backend()}: {count} × {kind}")
     failed = 0
     for name, check in CHECKS.items():

@@ -57,6 +57,9 @@ from jax._src.util import Unhashable as Unhashable
 from jax._src.util import weakref_lru_cache as weakref_lru_cache
 from jax.core import AbstractValue
 
+# 0.11, 0.12: where it says at length why an installed platform can't be used.
+platform_log = xla_bridge.logger
+
 
 def varying_axes(x) -> frozenset[str]:
     """Returns the mesh axes over which `x`, an array or its type, differs inside `shard_map`."""

@@ -1,5 +1,6 @@
 """Tokens drawn one by one, with a cache, are those of the full forward pass."""
 
+import dataclasses
 from functools import cache, partial
 
 import jax
@@ -83,21 +84,38 @@ def test_a_checkpoint_is_asked(tmp_path, capsys):
     model = llama.Config(layers=1, width=16, heads=4, kv_heads=2, head_size=4, hidden=16)
     params = once(partial(llama.init, model), jax.random.key(0))
     state = {"params": params, "optimizer": jnp.zeros(3)}
-    config = {"model": vars(model), "tokenizer": None, "data": ["a.txt"]}
+    config = {"model": vars(model), "tokenizer": None, "data": ["a.txt"], "length": 2}
     run.begin(tmp_path, config)
     with Checkpoints(tmp_path / "checkpoints") as checkpoints:
         checkpoints.save(1, state, {"config": config})
     asked = generate.Config(run=str(tmp_path), prompt="né", rows=2, tokens=5, top_k=1)
     generate.main(asked)
-    one, two = capsys.readouterr().out.rstrip("\n").split("\n--------\n")
+    out, err = capsys.readouterr()
+    one, two = out.rstrip("\n").split("\n--------\n")
+    assert "the prompt has 3 tokens, and the model has seen no more than 2 together" in err
     assert one == two
     assert one.startswith("né")
-    with pytest.raises(ValueError, match="the prompt is empty"):
-        generate.main(generate.Config(run=str(tmp_path), prompt=""))
-    with Checkpoints(tmp_path / "checkpoints") as checkpoints:
-        checkpoints.save(2, state, {"config": {**config, "data": ["a.bin"]}})
-    with pytest.raises(ValueError, match=r"trained on tokens: name the tokenizer that made them"):
-        generate.main(asked)
+    for changed, message in (
+        ({"prompt": ""}, r"the prompt is empty"),
+        ({"prompt": "\udcff"}, r"can't be encoded: .*surrogates"),
+        ({"top_k": 257}, r"top_k=257 must be at most the 256 of the vocabulary"),
+        ({"tokenizer": "none.json"}, r"none.json` is no tokenizer: .*No such file"),
+        ({"run": str(tmp_path / "none")}, r"no checkpoints: `.*none/checkpoints` is no folder"),
+    ):
+        with pytest.raises((ValueError, FileNotFoundError), match=message):
+            generate.main(dataclasses.replace(asked, **changed))
+    nan = jax.tree.map(lambda x: x.at[..., 0].set(jnp.nan), params)
+    for step, saved, info, message in (
+        (2, state, {"config": {**config, "data": ["A.BIN"]}}, r"tokens: name the tokenizer that"),
+        (3, state, {"config": config, "tokens": True}, r"tokens: name the tokenizer that made"),
+        (4, {**state, "params": nan}, {"config": config}, r"of step 4 .* that are not finite"),
+        (5, state, {"config": {"model": {"depth": 3}}}, r"is of another program: .*depth"),
+        (6, state, {}, r"is of another program: no config of its model \(KeyError"),
+    ):
+        with Checkpoints(tmp_path / "checkpoints") as checkpoints:
+            checkpoints.save(step, saved, info)
+        with pytest.raises(ValueError, match=message):
+            generate.main(asked)
 
 
 def test_what_makes_no_sense_is_listed():
@@ -107,4 +125,13 @@ def test_what_makes_no_sense_is_listed():
         )
     for name in ("page_size=0", "rows=0", "temperature=-1", "top_k=0", "top_p=1.5"):
         assert f"{name} must be" in str(error.value)
+    nan, infinite = float("nan"), float("inf")
+    pairs = ("temperature", nan), ("temperature", infinite), ("top_p", nan), ("top_p", 0.0)
+    for name, x in pairs:
+        with pytest.raises(ValueError, match=f"{name}=.* must be"):
+            generate.check(dataclasses.replace(generate.Config(), **{name: x}))
+    for seed in (-1, 2**32):
+        with pytest.raises(ValueError, match=rf"seed={seed} must be from 0 to"):
+            generate.check(generate.Config(seed=seed))
     generate.check(generate.Config(top_k=1, top_p=1.0, temperature=0.0))
+    generate.check(generate.Config(top_k=256), codes=256)

@@ -12,8 +12,18 @@ from tests.oracle import assert_as_right_as, in_float64, plain
 from xform.primitives import inference
 from xform.primitives.attention import flex_attention
 from xform.primitives.inference import decode_attention, merge, paged_attention
-from xform.primitives.masks import causal, documents, global_tokens, sliding_window, tree
-from xform.primitives.scores import alibi, softcap
+from xform.primitives.masks import (
+    block_sparse,
+    causal,
+    documents,
+    global_tokens,
+    graph,
+    lengths,
+    neighborhood,
+    sliding_window,
+    tree,
+)
+from xform.primitives.scores import alibi, pair_bias, softcap
 
 B, H, K, D, V, S, PAGE = 3, 4, 2, 8, 6, 70, 7
 LENGTHS = jnp.array([5, 70, 33])
@@ -289,9 +299,92 @@ def test_what_does_not_fit_is_named():
         (lambda: paged_attention(q, *pages[:2], pages[2][:2], LENGTHS), r"`page_table` has shape"),
         (lambda: paged_attention(q, pages[0], pages[1][:4], pages[2], 5), r"`v_pages` \(4, 7"),
         (lambda: paged_attention(q, pages[0][..., :4], *pages[1:], 5), r"paged_attention: `k` has"),
+        (lambda: paged_attention(q, *pages[:2], pages[2][0], 5), r"`page_table` has shape \(10,\)"),
+        (lambda: paged_attention(q, *pages[:2], pages[2] * 1.0, 5), r"dtype float32, .*integers"),
+        (lambda: paged_attention(q, pages[0][0], *pages[1:], 5), r"`k_pages` \(7, 2, 8\)"),
+        (lambda: paged_attention(q[0], *pages, 5), r"`page_table` has shape .* with q \(1, 4, 8\)"),
+        (lambda: decode_attention(q[0], k, v, 5), r"decode_attention: `q` has shape \(1, 4, 8\)"),
     ):  # fmt: skip
         with pytest.raises((ValueError, TypeError), match=message):
             f()
+
+
+def whole(b, h, q, k):
+    return q - k
+
+
+def nothing(*_):
+    return None
+
+
+def pairs(q, k):
+    return q >= k
+
+
+@pytest.mark.parametrize("how", ["decode", "pages"])
+@pytest.mark.parametrize(
+    ("mods", "message"),
+    [
+        ({"mask": whole}, r"`mask_mod` must return a bool, .*`whole` \(.*test_inference.py:\d+\)"),
+        ({"mask": nothing}, r"`mask_mod` must return a bool, .*`nothing` .* returned None"),
+        ({"score": nothing}, r"`score_mod` must return a floating-.*`nothing` .* returned None"),
+        ({"mask": pairs}, r"`mask_mod\(b, h, q_idx, kv_idx\)`, and `pairs` .* takes \(q, k\)"),
+        ({"score": pairs}, r"`score_mod\(score, b, h, q_idx, kv_idx\)`, and `pairs` .* takes"),
+    ],
+    ids=lambda x: "".join(f"{k} {v.__name__}" for k, v in x.items()) if isinstance(x, dict) else "",
+)
+def test_a_mod_that_cannot_be_is_named(how, mods, message):
+    with pytest.raises((ValueError, TypeError), match=message):
+        attend(how, *problem(), **mods)
+
+
+OTHER = (np.zeros(S - 1, np.int32), np.zeros(S + 1, np.int32))
+LEAVES_OF_FOUR = np.array([-1, 0, 0, 1])
+
+
+@pytest.mark.parametrize("how", ["decode", "pages"])
+@pytest.mark.parametrize(
+    ("mask", "message"),
+    [
+        (documents(OTHER[0]), r"`documents\(ids\)` has shape \[69\]; .* it needs \[70\]"),
+        (causal() | ~documents(OTHER[1]), r"`documents\(ids\)` has shape \[71\]; .* \[70\]"),
+        (documents(OTHER[0], np.zeros(S, int)), r"`documents\(ids\)` has shape \[69\]; .* \[70\]"),
+        (documents(np.zeros(S, int), OTHER[1]), r"`documents\(kv_ids\)` has shape \[71\]"),
+        (documents(np.zeros((2, S), int)), r"has shape \[2, 70\]; .* it needs \[3, 70\]"),
+        (graph.of(np.eye(S - 1)), r"`graph\(words\)` has shape \[69, 3\]; .* it needs \[70, 3\]"),
+        (block_sparse(np.eye(8, dtype=bool), 10), r"has shape \[8, 8\]; .* it needs \[7, 7\]"),
+        (neighborhood((8, 9), 3), r"is of 72 points, and there are 70 queries"),
+        (tree(LEAVES_OF_FOUR, first=1), r"`tree\(parents\)` has shape \[4\]; .* \[at least 6\]"),
+        (causal().slice(q=slice(0, 6)), r"has 6 places along q; .* it needs 70"),
+        (documents(OTHER[1]).shift(q=3), r"`documents\(ids\)` has .*71\]; .* \[at least 73\]"),
+        (lengths(jnp.ones(2, int)), r"`lengths\(kv\)` has shape \[2\]; .* it needs \[3\]"),
+    ],
+    ids=lambda x: None if isinstance(x, str) else repr(x).split(":")[0],
+)  # fmt: skip
+def test_a_mask_longer_or_shorter_than_the_keys_is_refused(how, mask, message):
+    with pytest.raises(ValueError, match=message):
+        attend(how, *problem(6), mask=mask)
+
+
+@pytest.mark.parametrize("how", ["decode", "pages"])
+def test_a_bias_longer_or_shorter_than_the_keys_is_refused(how):
+    for shape in ((1, S), (S, S - 1), (H, S + 1, S)):
+        with pytest.raises(ValueError, match=r"`pair_bias\(bias\)` has shape .* needs .*70, 70\]"):
+            attend(how, *problem(), score=pair_bias(jnp.zeros(shape)))
+
+
+@pytest.mark.parametrize("how", ["decode", "pages"])
+def test_a_text_longer_than_there_is_room_for_is_refused(how):
+    q, k, v = problem()
+    many: list[Any] = [jnp.array([5, S + 1, 33]), np.array([S + 1, 0, -2]), S + 1]
+    for n in many:
+        with pytest.raises(ValueError, match=r"`lengths` has 71.*of 70 tokens: .* from 0 to 70"):
+            attend(how, q, k, v, lengths=n)
+    k, v = jnp.nan_to_num(k), jnp.nan_to_num(v)
+    out, aux = once(lambda n: attend(how, q, k, v, lengths=n, aux="lse"), jnp.array([5, S + 1, S]))
+    assert np.isnan(out).all((1, 2, 3)).tolist() == [False, True, False]
+    assert np.isnan(aux.lse).all((1, 2)).tolist() == [False, True, False]
+    assert np.isfinite(out[::2]).all()
 
 
 @pytest.mark.parametrize("split", ["heads", "batch"])

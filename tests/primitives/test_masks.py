@@ -326,6 +326,10 @@ def test_other_dimensions_are_refused():
         ),
         (causal().slice(q=slice(0, 6)), r"`causal\(\).slice\(q=0:6\)` has 6 places along q; .* 7"),
         (documents(IDS).slice(q=slice(0, 7), b=np.array([0])), r"has 1 places along b; .* needs 2"),
+        (documents(IDS[0, :8]).shift(q=2), r"`documents\(ids\)` .*\[8\]; .* \[at least 9\]"),
+        (documents(IDS[0, :8]).shift(q=1), r"`documents\(ids\)` .*\[8\]; .* it needs \[9\]"),
+        (graph.of(RELATED[0]).slice(q=slice(34, 48, 2)), r"\[40, 3\]; .* \[at least 47, 1\]"),
+        (documents(IDS).slice(b=np.array([1, 2])), r"has shape \[2, 9\]; .* \[at least 3"),
     ],
 )
 def test_a_mask_of_another_sequence_is_refused(mask, message):

@@ -1,7 +1,7 @@
 """Mods that can't be: the error names the user's function and line, and what to write instead."""
 
-import functools
 import re
+from functools import partial
 from typing import Any
 
 import jax
@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.oracle import once
 from xform.primitives.attention import flex_attention
 from xform.primitives.masks import causal
 from xform.sharding.mesh import make_mesh, shardings
@@ -93,7 +94,7 @@ def test_a_mod_that_cannot_be_is_named_with_its_line_and_a_cure(mod):
 
 @pytest.mark.parametrize(
     ("mod", "name"),
-    [(Branches(), "Branches.__call__"), (functools.partial(branches), "branches")],
+    [(Branches(), "Branches.__call__"), (partial(branches), "branches")],
     ids=["an object", "a partial function"],
 )
 def test_whatever_is_called_has_a_name_and_a_line(mod, name):
@@ -191,3 +192,72 @@ def test_a_dtype_without_attention_is_named(dtype):
     x = X.astype(dtype)
     with pytest.raises(ValueError, match=f"`v` has dtype {dtype}; needed is one of bfloat16"):
         flex_attention(x, x, x)
+
+
+KEY = jax.random.key(3)
+OLD_KEY = jax.random.PRNGKey(3)
+
+
+def drawn_once(score, *_):
+    return score + jax.random.normal(jax.random.key(0))
+
+
+def drawn_for_each(b, h, q_idx, kv_idx):
+    key = jax.random.fold_in(jax.random.key(0), q_idx * 8 + kv_idx)
+    return jax.random.bernoulli(key, 0.5)
+
+
+def drawn_with_an_old_key(b, h, q_idx, kv_idx):
+    key = jax.random.fold_in(jax.random.PRNGKey(1), q_idx * 8 + kv_idx)
+    return jax.random.bernoulli(key, 0.5)
+
+
+def captured(b, h, q_idx, kv_idx):
+    return jax.random.bernoulli(jax.random.fold_in(KEY, q_idx * 8 + kv_idx), 0.5)
+
+
+def captured_old(score, b, h, q_idx, kv_idx):
+    return score + jax.random.uniform(jax.random.fold_in(OLD_KEY, kv_idx))
+
+
+def split(score, b, h, q_idx, kv_idx):
+    return score + jax.random.uniform(jax.random.split(jax.random.key(0), 8)[kv_idx])
+
+
+def in_a_branch(score, b, h, q_idx, kv_idx):
+    louder = lambda x: x + jax.random.uniform(jax.random.key(7))
+    return jax.lax.cond(q_idx > kv_idx, louder, lambda x: x, score)
+
+
+def in_a_loop(score, b, h, q_idx, kv_idx):
+    key = lambda i: jax.random.fold_in(jax.random.key(0), i + kv_idx)
+    return jax.lax.fori_loop(0, 2, lambda i, s: s + jax.random.uniform(key(i)), score)
+
+
+@pytest.mark.parametrize(
+    "mod",
+    [
+        drawn_once,
+        drawn_for_each,
+        in_a_loop,
+        *(
+            pytest.param(mod, marks=pytest.mark.slow)
+            for mod in (drawn_with_an_old_key, captured, captured_old, split, in_a_branch)
+        ),
+    ],
+    ids=lambda mod: mod.__name__,
+)
+def test_a_random_key_may_be_made_in_a_mod(mod):
+    """It draws the same numbers as in the dense program, in every tile and every gradient."""
+    q, k, v = jax.random.normal(KEY, (3, 1, 8, 2, 16))
+    name = "mask_mod" if "score" not in mod.__code__.co_varnames else "score_mod"
+
+    def loss(implementation, *qkv):
+        out = flex_attention(*qkv, **{name: mod}, implementation=implementation)
+        return jnp.sin(out).sum(), out
+
+    gradients = jax.grad(loss, (1, 2, 3), has_aux=True)
+    found, true = (once(partial(gradients, how), q, k, v) for how in (None, "reference"))
+    jax.tree.map(partial(np.testing.assert_allclose, atol=3e-5), found, true)
+    plain = flex_attention(q, k, v)
+    assert np.abs(found[1] - plain).max() > 0.1 or mod is drawn_once  # which softmax takes out

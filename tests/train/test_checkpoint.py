@@ -2,6 +2,7 @@
 
 import shutil
 import subprocess
+import traceback
 from contextlib import contextmanager
 
 import jax
@@ -131,19 +132,22 @@ def small_disk(path):
 
 
 @pytest.mark.parametrize("full", [small_files, small_disk])
-def test_a_full_disk_is_an_error_and_the_last_checkpoint_stays(tmp_path, full):
+def test_a_full_disk_is_an_error_and_the_last_checkpoint_stays(tmp_path, full, capfd):
+    """One error with one message: no traceback of orbax before it, and no log."""
     with full(tmp_path) as reason:
         with Checkpoints(tmp_path) as checkpoints:
             checkpoints.save(1, {"x": SMALL}, {"at": 1})
             checkpoints.wait()
             checkpoints.save(2, {"x": LARGE}, {"at": 2})
-            with pytest.raises(
-                OSError, match=rf"4.0 MB could not be .*{reason}.*that of step 1 is"
-            ):
+            message = rf"4.0 MB could not be .*{reason}.*that of step 1 is"
+            with pytest.raises(OSError, match=message) as error:
                 checkpoints.wait()
+            shown = traceback.format_exception(error.value)
+            assert "/orbax/" not in "".join(shown)
         assert {path.name for path in tmp_path.iterdir()} == {"1"}
         with pytest.raises(OSError, match=reason), Checkpoints(tmp_path) as checkpoints:
             checkpoints.save(2, {"x": LARGE}, {"at": 2})
         with Checkpoints(tmp_path) as checkpoints:
             assert checkpoints.info() == {"at": 1}
             np.testing.assert_array_equal(checkpoints.restore({"x": SMALL})["x"], SMALL)
+    assert capfd.readouterr() == ("", "")

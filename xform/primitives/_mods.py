@@ -163,8 +163,7 @@ def _trace(name: str, mod: Callable, *score) -> Traced:
     eqns, depends = [], set(invars)
     for eqn in flat.eqns:
         operands = [v for v in eqn.invars if isinstance(v, Var)]
-        scalar = not operands and all(_aval(v).shape == () for v in eqn.outvars)
-        if scalar or not depends.isdisjoint(operands):
+        if _is_number(eqn) or not depends.isdisjoint(operands):
             depends.update(eqn.outvars)
             eqns.append(eqn)
         else:
@@ -172,6 +171,15 @@ def _trace(name: str, mod: Callable, *score) -> Traced:
             known.update(zip(eqn.outvars, _results(eqn, *values), strict=True))
     _check_fusable(name, eqns, flat, jaxpr)
     return Traced(eqns, known, invars[:-4], invars[-4:], flat.outvars[0])
+
+
+def _is_number(eqn: JaxprEqn) -> bool:
+    """Whether it makes scalars of nothing: a lowering does that itself, but for random keys."""
+    avals = [_aval(v) for v in eqn.outvars]
+    literal = not any(isinstance(v, Var) for v in eqn.invars)
+    return literal and all(
+        x.shape == () and not jnp.issubdtype(x.dtype, jax.dtypes.extended) for x in avals
+    )
 
 
 def _bind(eqn: JaxprEqn, *args):

@@ -21,17 +21,39 @@ Places = slice | ArrayLike
 
 
 class Shape(NamedTuple):
-    """The sizes of a call of attention, each None where it is not known.
+    """The places of a call of attention, each None where their number is not known.
 
     Attributes:
       b, h: batch and query heads.
-      q, k: how many queries and keys.
+      q, k: how many queries and keys; where both are counted from the beginning of a text, the
+        positions that it can have.
+      new: how many queries there are, if they are not at all places.
     """
 
     b: int | None
     h: int | None
     q: int | None
     k: int | None
+    new: int | None = None
+
+
+class AtLeast(int):
+    """A number of places that an array must have, and may have more of."""
+
+    def __repr__(self) -> str:
+        return f"at least {int(self)}"
+
+
+def fits(found: int, needed: int | None) -> bool:
+    """Whether an array of `found` places serves where `needed` are."""
+    return needed is None or (found >= needed if isinstance(needed, AtLeast) else found == needed)
+
+
+def blocks_of(places: int | None, size: int) -> int | None:
+    """How many blocks so many places make."""
+    if places is None:
+        return None
+    return type(places)(-(-int(places) // size))
 
 
 class _Object:
@@ -192,6 +214,13 @@ class _steps(_Object):
             return len(range(start, stop, step))
         return None
 
+    def reach(self, count: int | None) -> int | None:
+        """How many places there must be for `count` of these; None if that is not known."""
+        start, step = self.start, self.step
+        if not count or not isinstance(start, int) or not isinstance(step, int):
+            return None
+        return AtLeast(max(0, start + (count - 1) * step + 1))
+
     def __repr__(self) -> str:
         start, stop, step = (
             "" if n is None else str(n) if isinstance(n, int) else _type(n)
@@ -212,6 +241,11 @@ class _listed(_Object):
     @property
     def count(self) -> int:
         return np.shape(self.places)[-1]
+
+    def reach(self, count: int | None) -> int | None:
+        del count
+        known = isinstance(self.places, np.ndarray) and self.places.size
+        return AtLeast(int(np.max(self.places)) + 1) if known else None
 
     def __repr__(self) -> str:
         return _type(self.places)
@@ -257,14 +291,15 @@ class Moved(Mod):
     def misfits(self, shape):
         wrong = [
             f"`{self!r}` has {move.count} places along {dim}; with these q, k and v it needs {n}"
-            for dim, move, n in zip(Shape._fields, self._moves(), shape, strict=True)
-            if move is not None and move.count is not None and n not in (None, move.count)
+            for dim, move, n in zip(Shape._fields, self._moves(), shape, strict=False)
+            if move is not None and move.count is not None and not fits(move.count, n)
         ]
-        inner = (n if move is None else None for move, n in zip(self._moves(), shape, strict=True))
-        return wrong + self.mod.misfits(Shape(*inner))
+        moves = zip(self._moves(), shape, strict=False)
+        inner = Shape(*(n if move is None else move.reach(n) for move, n in moves))
+        return wrong + self.mod.misfits(inner._replace(new=shape.new if self.q is None else None))
 
     def __repr__(self):
-        moves = zip(Shape._fields, self._moves(), strict=True)
+        moves = list(zip(Shape._fields, self._moves(), strict=False))
         if self.shifted:
             shown = [_named(dim, move.start) for dim, move in moves if move is not None]
             return f"{bracketed(self.mod)}.shift({', '.join(shown)})"
@@ -314,6 +349,7 @@ def misfit(name: str, x: ArrayLike, sizes: Sequence[int | None], batch: int | No
         needed = [batch, *needed]
     if len(found) != len(needed):
         return []
+    if all(map(fits, found, needed)):
+        return []
     needed = [n if m is None else m for n, m in zip(found, needed, strict=True)]
-    right = found == needed
-    return [] if right else [f"`{name}` has shape {found}; with these q and k it needs {needed}"]
+    return [f"`{name}` has shape {found}; with these q and k it needs {needed}"]

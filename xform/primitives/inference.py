@@ -20,7 +20,9 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
+from jax.core import Tracer
 from jax.typing import ArrayLike
 from jaxtyping import Float, Int
 
@@ -104,12 +106,14 @@ def decode_attention(
     The T queries are the last of `lengths[b]` tokens, whose keys are in the cache, their own too:
     query t stands at position `lengths[b] - T + t`. Mods are called with positions, and nothing is
     hidden but what is not there: with T > 1 a language model needs `mask_mod=causal()`. What lies
-    behind a text's end has no influence, NaN included; all else is as in `flex_attention`.
+    behind a text's end has no influence, NaN included; all else is as in `flex_attention`. Arrays
+    of masks and scores by position have the S of them that there is room for.
 
     Args:
       q: queries.
       k, v: the cache, with room for S keys.
-      lengths: how many tokens each text has, integers `[B]` or a scalar.
+      lengths: how many tokens each text has, integers `[B]` or a scalar, at most S; where they are
+        traced, and can't be looked at, a text of more gives NaN.
       score_mod, mask_mod, scale, sinks: as of `flex_attention`, on positions.
       aux: names of further results: "lse".
       splits: how many pieces of the keys are attended to side by side; None chooses for the default
@@ -174,7 +178,7 @@ def paged_attention(
       q: queries, the last T of `lengths[b]` tokens.
       k_pages, v_pages: P pages of N keys and values each.
       page_table: the pages of each text, with room for M.
-      lengths: how many tokens each text has, integers `[B]` or a scalar.
+      lengths: how many tokens each text has, as of `decode_attention`, at most `M N`.
       score_mod, mask_mod, scale, sinks: as of `flex_attention`, on positions.
       aux: names of further results: "lse".
       splits: as of `decode_attention`.
@@ -192,18 +196,13 @@ def paged_attention(
     (2, 1, 8, 16)
     """
     aux = (aux,) if isinstance(aux, str) else tuple(aux)
+    _check_pages(q, k_pages, v_pages, page_table)
     (pages, size), (_, room) = k_pages.shape[:2], page_table.shape
     rows = lambda x: jax.ShapeDtypeStruct((q.shape[0], room * size, *x.shape[2:]), x.dtype)
     _check(
         q, rows(k_pages), rows(v_pages), sinks, 0.0, None, (), implementation,
         caller="paged_attention",
     )  # fmt: skip
-    if page_table.shape[0] != q.shape[0] or v_pages.shape[:2] != (pages, size) or size == 0:
-        raise ValueError(
-            f"paged_attention: `page_table` has shape {page_table.shape}, `k_pages` "
-            f"{k_pages.shape} and `v_pages` {v_pages.shape}; with q {q.shape} needed are "
-            f"[{q.shape[0]}, M], [P, N, K, D] and [P, N, K, V], with N > 0."
-        )
     splits, keys = _cut(q, k_pages, splits, room * size)
     count = splits * max(1, keys // size)
     table = jnp.pad(page_table, ((0, 0), (0, -room % count or (not room))), constant_values=-1)
@@ -223,6 +222,20 @@ def paged_attention(
     return _over_parts(
         "paged_attention", q, kept, v_pages.shape[-1], lengths, score_mod, mask_mod, options
     )
+
+
+def _check_pages(q, k_pages, v_pages, page_table) -> None:
+    """Raises unless there are pages of keys, as many of values, and a row of numbers a text."""
+    ranks = [x.ndim for x in (k_pages, v_pages, page_table)] == [4, 4, 2]
+    whole = jnp.issubdtype(page_table.dtype, jnp.integer)
+    same = k_pages.shape[:2] == v_pages.shape[:2] and page_table.shape[:1] == q.shape[:1]
+    if not (ranks and whole and same and k_pages.shape[1]):
+        raise ValueError(
+            f"paged_attention: `page_table` has shape {page_table.shape} and dtype "
+            f"{page_table.dtype}, `k_pages` {k_pages.shape} and `v_pages` {v_pages.shape}; with q "
+            f"{q.shape} needed are integers [{q.shape[0] if q.ndim else 'B'}, M], [P, N, K, D] and "
+            "[P, N, K, V], with N > 0."
+        )
 
 
 def _pages_at(pool, numbers):
@@ -245,12 +258,13 @@ def _over_parts(
     caller: str, q, kept: _Keys, v_size: int, lengths, score_mod, mask_mod, options: dict
 ):
     """Attends to one part after the other, and merges what comes out."""
-    lengths = _lengths(caller, lengths, q.shape[0])
+    lengths, beyond = _lengths(caller, lengths, q.shape[0], kept.length)
     if unknown := [name for name in options["aux"] if name != "lse"]:
         raise ValueError(f"{caller}: `aux` asks for {unknown}; there is ['lse'].")
-    shape = Shape(q.shape[0], q.shape[2], None, kept.length)
+    # Queries and keys are counted from the beginning of a text: each has any of its positions.
+    shape = Shape(q.shape[0], q.shape[2], kept.length, kept.length, new=q.shape[1])
     _check_mods(score_mod, mask_mod, options["scale"], shape, caller)
-    seen = partial(_seen, kept, lengths, q.shape[1], mask_mod)
+    seen = _named(partial(_seen, kept, lengths, q.shape[1], mask_mod), mask_mod)
     attend = partial(_part, q, kept, lengths, score_mod, seen, options)
     rows = q.shape[:3]
     wide = jnp.promote_types(q.dtype, jnp.float32)
@@ -272,25 +286,51 @@ def _over_parts(
         (out, lse), _ = lax.scan(step, nothing, jnp.arange(count, dtype=jnp.int32))
     if options["sinks"] is not None:
         out, lse = _with_sinks(out, lse, options["sinks"])
+    if beyond is not None:
+        lost = beyond[:, None, None]
+        out, lse = jnp.where(lost[..., None], jnp.nan, out), jnp.where(lost, jnp.nan, lse)
     out = out.astype(q.dtype)
     return (out, Aux(lse=lse)) if options["aux"] else out
 
 
-def _lengths(caller: str, lengths, batch: int):
+def _lengths(caller: str, lengths, batch: int, room: int):
+    """Lengths `[B]`; and where they are traced, which are beyond what there is room for."""
     lengths = jnp.asarray(lengths)
     if lengths.shape not in ((), (batch,)) or not jnp.issubdtype(lengths.dtype, jnp.integer):
         raise ValueError(
             f"{caller}: `lengths` is {lengths.dtype}{list(lengths.shape)}; needed are integers, a "
             f"scalar or [{batch}]."
         )
-    return jnp.broadcast_to(lengths.astype(jnp.int32), (batch,))
+    of_each = jnp.broadcast_to(lengths.astype(jnp.int32), (batch,))
+    if isinstance(lengths, Tracer):
+        return of_each, of_each > room
+    known = np.ravel(lengths) if lengths.is_fully_addressable else np.zeros(0, int)
+    if (wrong := known[(known < 0) | (known > room)]).size:
+        raise ValueError(
+            f"{caller}: `lengths` has {', '.join(map(str, wrong[:5]))}, and there is room for the "
+            f"keys of {room} tokens: needed are numbers from 0 to {room}, or more room."
+        )
+    return of_each, None
 
 
 def _seen(kept: _Keys, lengths, new: int, mask_mod, b, h, t, position):
     """Whether the t-th of the new queries sees a position."""
     place = lengths[b] - new + t
     seen = (position < lengths[b]) & (place >= 0) & kept.exists(b, position)
-    return seen if mask_mod is None else seen & mask_mod(b, h, place, position)
+    return seen if mask_mod is None else _both(seen, mask_mod(b, h, place, position))
+
+
+def _both(seen, own):
+    """Whether both hold; what is no bool goes on as it is, for the check of mods to refuse."""
+    is_bool = isinstance(own, bool) or (hasattr(own, "dtype") and own.dtype == jnp.bool_)
+    return seen & own if is_bool else own
+
+
+def _named(f, mod: Callable | None):
+    """`f` under the name and the signature of the mod that it calls, for errors to say."""
+    if mod is not None:
+        f.__wrapped__ = mod
+    return f
 
 
 def _part(q, kept: _Keys, lengths, score_mod, seen, options: dict, n):
@@ -306,7 +346,7 @@ def _part(q, kept: _Keys, lengths, score_mod, seen, options: dict, n):
 
     def mask(b, h, i, j):
         b, position = at(b, j)
-        return (position >= first) & seen(b, h, i, position)
+        return _both(position >= first, seen(b, h, i, position))
 
     def score(s, b, h, i, j):
         b, position = at(b, j)
@@ -315,7 +355,8 @@ def _part(q, kept: _Keys, lengths, score_mod, seen, options: dict, n):
     scale = max(1, q.shape[-1]) ** -0.5 if options["scale"] is None else options["scale"]
     out, lse = _attend(
         jnp.repeat(q, splits, 0) if splits > 1 else q, k, v,
-        score_mod=None if score_mod is None else score, mask_mod=mask, scale=scale,
+        score_mod=None if score_mod is None else _named(score, score_mod),
+        mask_mod=_named(mask, getattr(seen, "__wrapped__", None)), scale=scale,
         dropout_rate=0.0, dropout_key=None, peak=False,
         implementation=options["implementation"], wide=True,
     )  # fmt: skip

@@ -268,7 +268,7 @@ class pair_bias(Score):
 
     def misfits(self, shape):
         found = np.shape(self.bias)
-        needed = list(shape)[4 - len(found) :]
+        needed = list(shape)[4 - len(found) : 4]
         shared = [None if n == 1 and len(found) - d > 2 else needed[d] for d, n in enumerate(found)]
         return misfit("pair_bias(bias)", self.bias, shared, None) if 2 <= len(found) <= 4 else []
 

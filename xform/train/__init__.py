@@ -4,6 +4,7 @@ from xform.train.data import NO_LABEL as NO_LABEL
 from xform.train.data import Rows as Rows
 from xform.train.data import Source as Source
 from xform.train.data import batch as batch
+from xform.train.data import count as count
 from xform.train.data import decode as decode
 from xform.train.data import encode as encode
 from xform.train.data import pack as pack

@@ -141,7 +141,7 @@ class Checkpoints:
             f"a checkpoint of {self._size / 1e6:,.1f} MB could not be saved in `{self.folder}`: "
             f"{str(error).rsplit(': ', 1)[-1]}; {left}. Make room or choose another folder, then "
             "resume."
-        ) from error
+        ) from None  # that of orbax names its own files, on a hundred lines
 
 
 def _struct(x) -> jax.ShapeDtypeStruct:

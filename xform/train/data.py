@@ -31,6 +31,11 @@ class Rows(NamedTuple):
     ids: Int32[np.ndarray, "rows length"]
     labels: Int32[np.ndarray, "rows length"]
 
+    @property
+    def blocks(self) -> tuple[Int32[np.ndarray, "rows length"]]:
+        """The tokens, as one array."""
+        return (self.tokens,)
+
     def take(self, chosen: Int[np.ndarray, "some"]) -> "Rows":
         """Returns the chosen rows."""
         return Rows(*(x[chosen] for x in self))
@@ -38,16 +43,25 @@ class Rows(NamedTuple):
 
 @runtime_checkable
 class Source(Protocol):
-    """Rows to draw from: `Rows` in memory, or `TokenRows` in a file."""
+    """Rows to draw from: `Rows` in memory, or in files of tokens."""
 
     @property
-    def tokens(self) -> Integer[np.ndarray, "rows length"]:
-        """The tokens of all rows."""
+    def blocks(self) -> Sequence[Integer[np.ndarray, "rows length"]]:
+        """The tokens of all rows in order, in one array or in several."""
         ...
 
     def take(self, chosen: Int[np.ndarray, "some"]) -> Rows:
         """Returns the chosen rows."""
         ...
+
+
+def count(rows: Source) -> int:
+    """Returns how many rows there are.
+
+    >>> count(pack([np.arange(6)], length=2))
+    3
+    """
+    return sum(map(len, rows.blocks))
 
 
 def encode(text: str | bytes) -> Int32[np.ndarray, "size"]:
@@ -125,14 +139,14 @@ def batch(rows: Source, step: int, *, size: int, seed: int) -> Rows:
     >>> [batch(rows, step, size=2, seed=0).tokens[:, 0].tolist() for step in range(4)]
     [[6, 4], [10, 8], [0, 2], [2, 8]]
     """
-    count = len(rows.tokens)
-    if not count // size:
+    there = count(rows)
+    if not there // size:
         raise ValueError(
-            f"`batch` needs at least size={size} rows, found {count}: "
+            f"`batch` needs at least size={size} rows, found {there}: "
             "use more text, shorter rows or smaller batches"
         )
-    epoch, index = divmod(step, count // size)
-    return rows.take(_order(count, seed, epoch)[index * size : (index + 1) * size])
+    epoch, index = divmod(step, there // size)
+    return rows.take(_order(there, seed, epoch)[index * size : (index + 1) * size])
 
 
 @lru_cache(maxsize=1)

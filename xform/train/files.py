@@ -1,8 +1,8 @@
-"""What a run trains on, read and checked before its first step: text, or a long file of tokens.
+"""What a run trains on, read and checked before its first step: text, or long files of tokens.
 
-Text is small: it is read whole and becomes documents, one for each file. Tokens are not: their file
-is mapped into memory, and the rows of a step are cut out of it as they are drawn. It is the flat
-little-endian form that nanoGPT writes, or llm.c's, which has a header of 256 int32 in front.
+Text is small: it is read whole and becomes documents, one for each file. Tokens are not: their
+files, named `.bin`, are mapped into memory, and the rows of a step are cut out of them as they are
+drawn (`xform.train.tokens`). A folder is what is in it: all text, or all tokens.
 """
 
 import dataclasses
@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
-from jaxtyping import Int, Integer
 
-from xform.train.data import NO_LABEL, Rows, Source, decode, encode, pack
+from xform.train.data import Source, decode, encode, pack
+from xform.train.tokens import read_tokens, rows_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,6 +78,24 @@ def _hugging_face(path: Path) -> Tokenizer:
     return Tokenizer(codes, to_tokens, lambda tokens: loaded.decode(list(map(int, tokens))))
 
 
+def encode_prompt(tokenizer: Tokenizer, prompt: str) -> np.ndarray:
+    """Returns the tokens of a prompt.
+
+    Raises:
+      ValueError: There are none, or it can't be encoded.
+    """
+    try:
+        tokens = tokenizer.encode(prompt.encode())
+    except Exception as error:  # what the library raises has no narrower type
+        raise ValueError(f"the prompt {prompt!r} can't be encoded: {error}") from None
+    if not len(tokens):
+        raise ValueError(
+            f"the prompt is empty, read as tokens of {prompt!r}: give the model one to begin with "
+            "(`--prompt`)."
+        )
+    return tokens
+
+
 # ---- text ----------------------------------------------------------------------------------------
 
 
@@ -102,13 +120,23 @@ def read_text(paths: Sequence[Path], tokenizer: Tokenizer = BYTES) -> list[np.nd
         wrong += [f"`{file}` is not UTF-8 text" for file, text in texts if not _is_text(text)]
         if not any(text for _, text in texts):
             wrong.append(f"`{path}` " + ("is empty" if path.is_file() else "holds no text"))
-        found += [text for _, text in texts if text]
+        found += [(file, text) for file, text in texts if text]
     if wrong:
         raise ValueError(
-            f"data: {_some(wrong)}. Name files of UTF-8 text, folders of them, or one `.bin` file "
-            "of tokens."
+            f"data: {_some(wrong)}. Name files of UTF-8 text or `.bin` files of tokens, or folders "
+            "of either."
         )
-    return [tokenizer.encode(text) for text in found]
+    return [_encoded(tokenizer, *item) for item in found]
+
+
+def _encoded(tokenizer: Tokenizer, path: Path, text: bytes) -> np.ndarray:
+    try:
+        tokens = tokenizer.encode(text)
+    except Exception as error:  # what the library raises has no narrower type
+        raise ValueError(f"data: the tokenizer can't encode `{path}`: {error}") from None
+    if not len(tokens):
+        raise ValueError(f"data: the tokenizer makes no token of `{path}`")
+    return tokens
 
 
 def _files(path: Path) -> Iterator[Path]:
@@ -129,186 +157,67 @@ def _is_text(data: bytes) -> bool:
     return True
 
 
+_CHUNK = 1 << 22
+
+
 def _some(items: Sequence[str], most: int = 5) -> str:
     more = f"; and {len(items) - most} more" if len(items) > most else ""
     return "; ".join(items[:most]) + more
 
 
-# ---- tokens --------------------------------------------------------------------------------------
-
-# llm.c's header begins with one of these, and its third number is the count of tokens.
-_MAGIC = {20240520: "uint16", 20240801: "uint32"}
-_HEADER = 256 * 4
-_CHUNK = 1 << 22
-
-
-@dataclasses.dataclass(frozen=True)
-class TokenRows:
-    """Rows of one long stream of tokens, cut out as they are drawn; a `Source`.
-
-    A last row that the stream does not fill is left out.
-
-    Attributes:
-      stream: All tokens, usually mapped from a file.
-      tokens: The same as rows of equal length.
-      separator: The token that ends a document, as its last one; None if all is one document.
-    """
-
-    stream: Integer[np.ndarray, "size"]
-    tokens: Integer[np.ndarray, "rows length"]
-    separator: int | None = None
-
-    @classmethod
-    def of(cls, stream: np.ndarray, length: int, separator: int | None = None) -> "TokenRows":
-        """Returns the stream's rows of `length` tokens.
-
-        Raises:
-          ValueError: There is less than one.
-        """
-        rows = len(stream) // length
-        if not rows:
-            raise ValueError(f"a row takes {length} tokens, and there are {len(stream)} of them")
-        return cls(stream, stream[: rows * length].reshape(rows, length), separator)
-
-    def take(self, chosen: Int[np.ndarray, "some"]) -> Rows:
-        """Returns the chosen rows; ids number the documents of each row from 0."""
-        length = self.tokens.shape[1]
-        place = np.asarray(chosen)[:, None] * length + np.arange(length + 1)
-        beyond = place >= len(self.stream)
-        spans = self.stream[np.minimum(place, len(self.stream) - 1)].astype(np.int32)
-        ends = np.zeros(spans.shape, bool) if self.separator is None else spans == self.separator
-        ids = np.cumsum(ends, axis=1, dtype=np.int32) - ends
-        labels = np.where(ends[:, :-1] | beyond[:, 1:], NO_LABEL, spans[:, 1:]).astype(np.int32)
-        return Rows(spans[:, :-1], ids[:, :-1].astype(np.int32), labels)
-
-
-def read_tokens(path: Path, *, codes: int, dtype: str | None = None) -> np.ndarray:
-    """Returns the tokens of a file, mapped into memory; all of them are checked.
-
-    Args:
-      path: A flat little-endian file, with llm.c's header or none.
-      codes: Size of the vocabulary: every token is below it.
-      dtype: "uint16" or "uint32"; None takes what the header says, or "uint16".
-
-    Raises:
-      ValueError: The file is missing, empty, unreadable, of another dtype or cut off, or holds a
-        token outside of the vocabulary.
-    """
-    if dtype not in (None, "uint16", "uint32"):
-        raise ValueError(f"a file of tokens is of dtype uint16 or uint32, found {dtype!r}")
-    try:
-        with path.open("rb") as file:
-            head = file.read(_HEADER)
-            size = file.seek(0, 2)
-    except OSError as error:
-        raise ValueError(f"`{path}` can't be read: {error.strerror}") from None
-    if head.startswith(b"\x93NUMPY"):
-        raise ValueError(
-            f"`{path}` is a NumPy file, not flat tokens: "
-            "`np.load(path).astype('<u2').tofile('tokens.bin')` makes one."
-        )
-    told, offset, count = _header(head)
-    if told and dtype and told != dtype:
-        raise ValueError(f"`{path}` says in its header that it is {told}, asked is {dtype}")
-    guessed, dtype = not (dtype or told), dtype or told or "uint16"
-    item = np.dtype(dtype).itemsize
-    body = size - offset
-    if body < item:
-        raise ValueError(f"`{path}` is empty: it holds {size} bytes and no token")
-    if body % item:
-        raise ValueError(
-            f"`{path}` holds {body} bytes, which is no multiple of the {item} of a {dtype} token: "
-            "it is cut off, or of another dtype"
-        )
-    if count not in (None, body // item):
-        raise ValueError(
-            f"`{path}` is cut off: its header promises {count} tokens, there are {body // item}"
-        )
-    tokens = np.memmap(path, np.dtype(dtype).newbyteorder("<"), "r", offset)
-    _check_tokens(path, tokens, codes, guessed=guessed)
-    return tokens
-
-
-_TELLING = 512
-"""Bytes from which on it is no accident that most of them are 0."""
-
-
-def _header(head: bytes) -> tuple[str | None, int, int | None]:
-    """The dtype, size and count of tokens that llm.c's header gives, if this is one."""
-    numbers = np.frombuffer(head, "<i4") if len(head) == _HEADER else np.zeros(3, int)
-    told = _MAGIC.get(int(numbers[0]))
-    return (told, _HEADER, int(numbers[2])) if told else (None, 0, None)
-
-
-def _check_tokens(path: Path, tokens: np.ndarray, codes: int, *, guessed: bool) -> None:
-    """Raises if a token is outside of the vocabulary, or all look like parts of longer ones.
-
-    Halves of tokens are looked for where their dtype is a guess; quarters, of which most are 0,
-    where a file is long enough to tell.
-    """
-    highest = np.zeros(4, np.int64)  # at every fourth place
-    for start in range(0, len(tokens), _CHUNK):
-        chunk = tokens[start : start + _CHUNK]
-        outside = np.flatnonzero(chunk >= codes)
-        if outside.size:
-            at = int(outside[0])
-            raise ValueError(
-                f"`{path}` holds token {chunk[at]} at place {start + at:,}, and the vocabulary "
-                f"ends at {codes - 1}. {_other_dtype(tokens, codes)}"
-            )
-        highest = np.maximum(highest, [chunk[i::4].max(initial=0) for i in range(4)])
-    size, item = tokens.nbytes, tokens.dtype.itemsize
-    low, high = highest[: 4 // item], highest[4 // item : 8 // item]
-    if size % 8 == 0 and size >= _TELLING and low.any() and not (high.any() or highest[3]):
-        raise ValueError(
-            f"`{path}` looks like int64, and is read as {tokens.dtype.name}: most numbers are 0. "
-            "`np.fromfile(path, '<i8').astype('<u4').tofile('tokens.bin')` makes a file of uint32."
-        )
-    even, odd = highest[::2].max(), highest[1::2].max()
-    # The upper halves of uint32 tokens are tiny numbers, and every second one.
-    if guessed and item == 2 and len(tokens) % 2 == 0 and odd <= codes >> 16 < even:
-        raise ValueError(
-            f"`{path}` looks like uint32, and is read as uint16: every second token is at most "
-            f"{odd}. Say so: dtype uint32."
-        )
-
-
-def _other_dtype(tokens: np.ndarray, codes: int) -> str:
-    """What the user may have meant, judged by the beginning of the file."""
-    data = tokens[: _CHUNK // 4].tobytes()
-    for name in ("<u2", "<u4", ">u2", ">u4"):
-        dtype = np.dtype(name)
-        whole = data[: len(data) // dtype.itemsize * dtype.itemsize]
-        if dtype != tokens.dtype and np.frombuffer(whole, dtype).max(initial=0) < codes:
-            order = "" if name[0] == "<" else " in big-endian order"
-            return f"Read as {dtype.newbyteorder('=').name}{order}, they would all be inside."
-    return "Choose the vocabulary that the file was made with, or make the file anew."
-
-
-# ---- both ----------------------------------------------------------------------------------------
+# ---- both ------------------------------------------------------------------------------------
 
 
 def read(
     paths: Sequence[Path], tokenizer: Tokenizer | None, *, codes: int, dtype: str | None = None
 ) -> list[np.ndarray]:
-    """Returns the tokens of each text file, or of one `.bin` file, mapped into memory.
+    """Returns the tokens of each text file, or of each file of tokens, mapped into memory.
 
     Args:
-      paths: Text files and folders of them, or the one file of tokens.
+      paths: Files and folders, of text or of tokens.
       tokenizer: Of text; bytes are its tokens where there is none.
-      codes, dtype: Of a file of tokens, as in `read_tokens`.
+      codes, dtype: Of files of tokens, as in `read_tokens`.
 
     Raises:
-      ValueError: Something can't be read, or there are several `.bin` files.
+      ValueError: Something can't be read, or text and tokens are mixed; all that is wrong at once.
     """
-    if not any(path.suffix == ".bin" for path in paths):
+    flat, text = by_kind(paths)
+    if not flat:
         return read_text(paths, tokenizer or BYTES)
-    if len(paths) > 1:
-        names = ", ".join(map(str, paths))
-        raise ValueError(
-            f"data: one `.bin` file, and nothing beside it, is a data set; found {names}"
-        )
-    return [read_tokens(paths[0], codes=codes, dtype=dtype)]
+    wrong = [mixed(flat, text)] if text else []
+    streams = []
+    for path in flat:
+        try:
+            streams.append(read_tokens(path, codes=codes, dtype=dtype))
+        except ValueError as error:
+            wrong.append(str(error))
+    if wrong:
+        raise ValueError(f"data: {_some(wrong)}")
+    return streams
+
+
+def by_kind(paths: Sequence[Path]) -> tuple[list[Path], list[Path]]:
+    """Returns the files of tokens, by their names, and the others, of files and whole folders.
+
+    What does not exist, or can't be listed, is among one of them, for whoever reads it to say so.
+    """
+    found: list[Path] = []
+    for path in paths:
+        try:
+            found += sorted(_files(path))
+        except OSError:
+            found.append(path)
+    flat = [path for path in found if path.suffix.lower() == ".bin"]
+    return flat, [path for path in found if path not in set(flat)]
+
+
+def mixed(flat: Sequence[Path], text: Sequence[Path]) -> str:
+    """Returns in words that there are files of tokens, and others beside them."""
+    some = lambda paths: _some([f"`{path}`" for path in paths], most=3)
+    return (
+        f"there are `.bin` files of tokens ({some(flat)}) and text ({some(text)}): name only the "
+        "one or the other"
+    )
 
 
 def hold_out(documents: Sequence[np.ndarray]) -> tuple[list[np.ndarray], list[np.ndarray]]:
@@ -327,15 +236,28 @@ def hold_out(documents: Sequence[np.ndarray]) -> tuple[list[np.ndarray], list[np
     return [x[:cut] for x, cut in pairs], [x[cut:] for x, cut in pairs]
 
 
-def as_rows(documents: Sequence[np.ndarray], length: int, separator: int | None = None) -> Source:
-    """Returns rows of `length` tokens: packed documents, or those of one that is a mapped file.
+def as_rows(
+    documents: Sequence[np.ndarray], length: int, separator: int | None = None, name: str = ""
+) -> Source:
+    """Returns rows of `length` tokens: packed documents, or those of mapped files.
+
+    Args:
+      documents: Their tokens.
+      length: Tokens in a row.
+      separator: The token that ends a document of a mapped file, see `TokenRows`.
+      name: What the data is, for the error.
 
     Raises:
-      ValueError: There is no token, or less than one row in the file.
+      ValueError: There is no token, or less than one row in the files.
     """
-    if isinstance(documents[0], np.memmap):
-        return TokenRows.of(documents[0], length, separator)
-    return pack(documents, length)
+    try:
+        if isinstance(documents[0], np.memmap):
+            return rows_of(documents, length, separator)
+        if not any(map(len, documents)):
+            raise ValueError("there is no token")
+        return pack(documents, length)
+    except ValueError as error:
+        raise ValueError(f"too little data {name}: {error}. Give more of it.") from None
 
 
 def fingerprint(rows: Source) -> str:
@@ -344,7 +266,9 @@ def fingerprint(rows: Source) -> str:
     >>> fingerprint(pack([np.arange(6)], length=3))
     '6 tokens, crc32 ...'
     """
-    crc, at_once = 0, max(1, _CHUNK // rows.tokens.shape[1])
-    for start in range(0, len(rows.tokens), at_once):
-        crc = zlib.crc32(rows.tokens[start : start + at_once].astype("<i4").tobytes(), crc)
-    return f"{rows.tokens.size:,} tokens, crc32 {crc:08x}"
+    crc = 0
+    for block in rows.blocks:
+        at_once = max(1, _CHUNK // block.shape[1])
+        for start in range(0, len(block), at_once):
+            crc = zlib.crc32(block[start : start + at_once].astype("<i4").tobytes(), crc)
+    return f"{sum(block.size for block in rows.blocks):,} tokens, crc32 {crc:08x}"

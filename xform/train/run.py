@@ -1,7 +1,7 @@
 """A run from outside: the folder that it leaves, and how it is asked to stop.
 
     runs/2026-11-29_22-55-00/
-      run.json        its config, and each start of it: when, how, with which versions, on what
+      run.json        its config and data, and each start of it: when, how, on what
       metrics.jsonl   one line for each step
       curves.png      the same as a picture
       checkpoints/    the newest ones
@@ -10,11 +10,13 @@ This is for one process. Many of them would have to agree on the step that they 
 """
 
 import json
+import linecache
 import os
 import platform
 import shlex
 import signal
 import sys
+import traceback
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import datetime
@@ -31,30 +33,46 @@ _PACKAGES = ("xform-jax", "jax", "jaxlib", "numpy", "optax", "orbax-checkpoint")
 # ---- its folder ----------------------------------------------------------------------------------
 
 
-def begin(folder: Path | str | None, config: Mapping, *, resume: bool = False) -> Path:
+def begin(
+    folder: Path | str | None, config: Mapping, *, data: str | None = None, resume: bool = False
+) -> Path:
     """Returns the folder of a run that begins or goes on, noted in its `run.json`.
+
+    There, `config` and `data` are those of the last start; a start before it that had another
+    config keeps its own.
 
     Args:
       folder: Where; None makes a new one in `runs/`, or finds the newest there.
       config: What the run is, as JSON.
+      data: A fingerprint of what it is trained on.
       resume: Whether it goes on.
 
     Raises:
       FileExistsError: It shall begin, and there is a run already.
       FileNotFoundError: It shall go on, and there is none.
+      OSError: The folder can't be made or written to.
     """
+    config = json.loads(json.dumps(dict(config)))  # as it will be read
     if resume:
         path = Path(folder or newest_run())
         run = read_run(path)
+        if run["config"] != config and run["starts"]:
+            run["starts"][-1].setdefault("config", run["config"])
     else:
         path = Path(folder or Path("runs", f"{datetime.now():%Y-%m-%d_%H-%M-%S}"))
         if (path / "run.json").exists():
             raise FileExistsError(
                 f"`{path}` holds a run already: resume it, or choose another folder."
             )
-        path.mkdir(parents=True, exist_ok=True)
-        run = {"config": dict(config), "starts": []}
-    run["starts"].append(_start())
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise OSError(
+                f"`{path}` can't be made a run's folder: {error.strerror}. Choose another."
+            ) from error
+        run = {"starts": []}
+    known = {"config": config} | ({} if data is None else {"data": data})
+    run = {**run, **known, "starts": [*run["starts"], _start()]}
     replace(path / "run.json", (json.dumps(run, indent=2) + "\n").encode())
     return path
 
@@ -64,11 +82,18 @@ def read_run(folder: Path | str) -> dict:
 
     Raises:
       FileNotFoundError: There is no run in the folder.
+      ValueError: What is there is none.
     """
+    path = Path(folder) / "run.json"
     try:
-        return json.loads((Path(folder) / "run.json").read_text())
+        found = json.loads(path.read_text())
     except (FileNotFoundError, NotADirectoryError):
         raise FileNotFoundError(f"there is no run in `{folder}`: it has no `run.json`.") from None
+    except ValueError as error:
+        raise ValueError(f"`{path}` is damaged: {error}. Begin a new run.") from None
+    if not isinstance(found, dict) or not {"config", "starts"} <= found.keys():
+        raise ValueError(f"`{path}` is of no run: it holds no config and starts. Begin a new run.")
+    return found
 
 
 def newest_run(root: Path | str = "runs") -> Path:
@@ -89,17 +114,16 @@ def differences(saved: Mapping, asked: Mapping, free: Collection[str] = ()) -> l
     """Returns in words where two configs differ.
 
     Args:
-      saved: That of the checkpoint.
+      saved: That of the run or its checkpoint.
       asked: That of now.
       free: Names at the top that may differ.
 
     >>> differences({"seed": 0, "model": {"layers": 4}}, {"seed": 1, "model": {"layers": 4}})
-    ['seed is 0 in the checkpoint and 1 now']
+    ['seed is 0 there and 1 now']
     """
     left, right = (dict(_flat(config)) for config in (saved, asked))
     return [
-        f"{name} is {left.get(name, 'missing')} in the checkpoint and "
-        f"{right.get(name, 'missing')} now"
+        f"{name} is {left.get(name, 'missing')} there and {right.get(name, 'missing')} now"
         for name in left | right
         if name.split(".")[0] not in free and left.get(name) != right.get(name)
     ]
@@ -193,3 +217,38 @@ def stopping() -> Iterator[Stop]:
         yield stop
     finally:
         restore()
+
+
+# ---- what it says when it fails ------------------------------------------------------------------
+
+
+@contextmanager
+def told(program: str) -> Iterator[None]:
+    """Ends the process with the message alone of an error that was written for its reader.
+
+    Such an error comes from the system, or a line of xform's or of the program beside it raises it
+    by name. Any other is a fault, and has its traceback. Exit codes: 1, and 130 after Ctrl-C.
+
+    Args:
+      program: The file of the program, or any other in its folder.
+    """
+    try:
+        yield
+    except KeyboardInterrupt:
+        sys.stderr.write("\nstopped\n")
+        sys.exit(128 + signal.SIGINT)
+    except (ValueError, OSError, FloatingPointError, NotImplementedError) as error:
+        if not _is_for_the_reader(error, program):
+            raise
+        notes = "".join(f"\n{note}" for note in getattr(error, "__notes__", ()))
+        sys.stderr.write(f"{Path(program).name}: {error}{notes}\n")
+        sys.exit(1)
+
+
+def _is_for_the_reader(error: BaseException, program: str) -> bool:
+    if isinstance(error, OSError) and error.strerror:
+        return True
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    ours = (Path(__file__).parents[1], Path(program).parent)
+    raises = linecache.getline(last.filename, last.lineno or 0).strip().startswith("raise ")
+    return raises and any(Path(last.filename).is_relative_to(folder) for folder in ours)

@@ -73,11 +73,11 @@ def aval_of(v: Var | Literal) -> ShapedArray:
 
 
 def _bind(eqn: JaxprEqn, *args):
-    """An equation as it is; one of constants alone becomes a constant."""
+    """An equation as it is; one of constants alone becomes a constant, but for random keys."""
     bind = functools.partial(eqn.primitive.bind, **eqn.primitive.get_bind_params(eqn.params))
-    is_key = lambda v: jnp.issubdtype(aval_of(v).dtype, jax.dtypes.prng_key)
-    staged = any(aval_of(v).ndim or is_key(v) for v in eqn.outvars)
-    if staged or any(isinstance(x, Tracer) for x in args):
+    outs = [aval_of(v) for v in eqn.outvars]
+    is_number = lambda x: not x.ndim and not jnp.issubdtype(x.dtype, jax.dtypes.extended)
+    if any(isinstance(x, Tracer) for x in args) or not all(map(is_number, outs)):
         return bind(*args)
     with jax.ensure_compile_time_eval():
         return jax.tree.map(np.asarray, bind(*args))

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from xform.primitives._objects import misfit, variant
+from xform.primitives._objects import fits, misfit, variant
 from xform.primitives.masks._mask import Mask
 
 type Sizes = int | tuple[int, ...]
@@ -91,9 +91,9 @@ class neighborhood(Mask):
         points = math.prod(_grid(self.shape))
         wrong = [] if self.order is None else misfit("order", self.order, [points], None)
         return wrong + [
-            f"`{self!r}` is of {points} points, and there are {n} {what}"
+            f"`{self!r}` is of {points} points, and there are {n!r} {what}"
             for what, n in (("queries", shape.q), ("keys", shape.k))
-            if n not in (None, points)
+            if not fits(points, n)
         ]
 
 

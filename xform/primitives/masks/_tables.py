@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from xform.primitives._objects import misfit, of_batch, variant
+from xform.primitives._objects import AtLeast, blocks_of, misfit, of_batch, variant
 from xform.primitives.masks._bands import global_tokens
 from xform.primitives.masks._mask import Mask
 
@@ -65,13 +65,15 @@ class documents(Mask):
     def misfits(self, shape):
         wrong = misfit("documents(ids)", self.ids, [shape.q], shape.b)
         if self.kv_ids is not None:
-            wrong += misfit("documents(kv_ids)", self.kv_ids, [shape.k], shape.b)
-        elif shape.q != shape.k and None not in (shape.q, shape.k):
+            return wrong + misfit("documents(kv_ids)", self.kv_ids, [shape.k], shape.b)
+        exact = not any(n is None or isinstance(n, AtLeast) for n in (shape.q, shape.k))
+        if exact and shape.q != shape.k:
             wrong.append(
                 f"`documents(ids)` takes the ids of {shape.q} queries for those of {shape.k} keys: "
                 "give it `kv_ids` too"
             )
-        return wrong
+            return wrong
+        return wrong or misfit("documents(ids)", self.ids, [shape.k], shape.b)
 
 
 @variant
@@ -128,8 +130,8 @@ class graph(Mask):
         return _bit(of_batch("graph(words)", self.words, b, "TW"), q_idx, kv_idx)
 
     def misfits(self, shape):
-        words = None if shape.k is None else -(-shape.k // 32)
-        return misfit("graph(words)", self.words, [shape.q, words], shape.b)
+        sizes = [shape.q, blocks_of(shape.k, 32)]
+        return misfit("graph(words)", self.words, sizes, shape.b)
 
 
 @variant
@@ -167,7 +169,9 @@ class tree(Mask):
         return (node < 0) | ((node < jnp.shape(self.parents)[-1]) & leads)
 
     def misfits(self, shape):
-        wrong = misfit("tree(parents)", self.parents, [shape.q], shape.b)
+        # Counted from the beginning of a text, the queries may be the last tokens of the tree.
+        tokens = shape.q if shape.new is None else AtLeast(shape.new)
+        wrong = misfit("tree(parents)", self.parents, [tokens], shape.b)
         wrong += misfit("tree(context)", self.context, (), shape.b)
         return wrong + misfit("tree(first)", self.first, (), shape.b)
 
@@ -225,7 +229,7 @@ class block_sparse(Mask):
         return layout[q_idx // self.size, kv_idx // self.size]
 
     def misfits(self, shape):
-        blocks = [None if n is None else -(-n // self.size) for n in (shape.q, shape.k)]
+        blocks = [blocks_of(n, self.size) for n in (shape.q, shape.k)]
         return misfit("block_sparse(layout)", self.layout, blocks, shape.h)
 
 

@@ -1,0 +1,155 @@
+"""What train.py is asked for: each setting, what it means, and whether they make sense together."""
+
+import dataclasses
+import math
+from pathlib import Path
+from typing import Any, Literal
+
+import llama
+import parallel
+from parallel import Layout
+from xform.train import files
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """What is trained, on what, and for how long."""
+
+    model: llama.Config = llama.Config()
+    steps: int = 500
+    batch: int = 8
+    """Rows in a batch, over all devices."""
+    length: int = 256
+    """Tokens in a row."""
+    learning_rate: float = 3e-3
+    """Its peak: it rises over a tenth of the steps, then falls along a cosine to a tenth."""
+    weight_decay: float = 0.1
+    precision: Literal["f32", "bf16", "f16", "fp8", "fp8_forward", "mxfp8", "mxfp4", "nvfp4"] = (
+        "f32"
+    )
+    """What loss and gradients are computed in; parameters and their gradients are float32."""
+    explain: str | None = None
+    """A file to write what the compiled step runs to, by line: a page if it ends in `.html`."""
+    seed: int = 0
+
+    data: tuple[str, ...] = ()
+    """Text files, or `.bin` files of tokens, or folders of either; by default, Python's library."""
+    held_out: tuple[str, ...] = ()
+    """What to validate on, in the same forms; by default, a twentieth of the data."""
+    held_out_rows: int = 1024
+    """How many rows of it are used, at most."""
+    tokenizer: str | None = None
+    """A Hugging Face `tokenizer.json`; by default, the bytes of a text are its tokens."""
+    token_dtype: Literal["uint16", "uint32"] | None = None
+    """Of `.bin` files without a header; by default, the narrower one that holds `model.codes`."""
+    separator: int | None = None
+    """The token that ends a document of `.bin` files; by default, each is one document."""
+
+    dp: int | None = None
+    """Devices along the data axis; by default all that `tp` leaves."""
+    tp: int | None = None
+    """Devices along the tensor axis; by default 2 where it divides devices and vocabulary."""
+    layout: Layout = parallel.PLAIN
+    coordinator: str | None = None
+    """Where process 0 waits for the others, as `host:port`; `auto` where a cluster says so."""
+    processes: int = 1
+    """How many processes share the mesh."""
+    process: int = 0
+    """Which one of them this is."""
+
+    run: str | None = None
+    """The run's folder; by default a new one in `runs/`, named by date and time."""
+    resume: bool = False
+    """Go on with the run in `run`, by default the newest in `runs/`, with its config."""
+    save_every: int = 100
+    """Steps from one checkpoint to the next."""
+    prompt: str = (
+        "class Stack:\n    def push(self, item):\n        self.items.append(item)\n        self."
+    )
+    """The beginning of the texts that the trained model is asked for."""
+    temperature: float = 0.3
+
+
+# What may be another when a run goes on. Its data is known by the tokens, wherever they lie.
+FREE = (
+    *("dp", "tp", "layout", "coordinator", "processes", "process"),
+    *("run", "resume", "save_every", "prompt", "temperature", "data"),
+)
+
+
+def wrong_processes(config: Config) -> list[str]:
+    """Returns in words why processes could not find each other."""
+    wrong = []
+    if config.processes <= 0:
+        wrong.append(f"processes={config.processes} must be above 0")
+    if config.processes > 1 and (config.coordinator is None or config.run is None):
+        wrong.append("processes have to find each other: name a coordinator, and a run")
+    if not 0 <= config.process < max(1, config.processes):
+        wrong.append(f"process={config.process} is none of processes={config.processes}, from 0")
+    return wrong
+
+
+def check(config: Config) -> None:
+    """Raises one error that lists all that makes no sense by itself."""
+    m, layout = config.model, config.layout
+    names = ("steps", "batch", "length", "held_out_rows", "save_every", "dp", "tp")
+    positive = {f"model.{name}": size for name, size in dataclasses.asdict(m).items()}
+    positive |= {name: getattr(config, name) for name in names}
+    wrong = [f"{x}={n} must be above 0" for x, n in positive.items() if n is not None and n <= 0]
+    if m.kv_heads > 0 and m.heads % m.kv_heads:
+        wrong.append(f"model.heads={m.heads} is no multiple of model.kv_heads={m.kv_heads}")
+    if m.head_size % 2:
+        wrong.append(f"model.head_size={m.head_size} must be even, since RoPE turns pairs")
+    if layout.microbatches < 1 or not 0 <= layout.ahead <= m.layers:
+        wrong.append(
+            f"layout.microbatches={layout.microbatches} must be above 0, and "
+            f"layout.ahead={layout.ahead} from 0 to model.layers={m.layers}"
+        )
+    if layout.overlap and not layout.sequence:
+        wrong.append("layout.overlap hides what layout.sequence sends: set that too")
+    if (layout.keep or layout.late) and not layout.fsdp:
+        wrong.append("layout.keep and layout.late say how layout.fsdp gathers: set that too")
+    wrong += wrong_processes(config)
+    if config.processes > 1 and config.explain:
+        wrong.append("explain is of one process")
+    if not 0 <= config.temperature < math.inf:
+        wrong.append(f"temperature={config.temperature} must be a number that is not negative")
+    if not 0 < config.learning_rate < math.inf or not 0 <= config.weight_decay < math.inf:
+        wrong.append(
+            f"learning_rate={config.learning_rate} must be above 0, and "
+            f"weight_decay={config.weight_decay} at least 0"
+        )
+    if not 0 <= config.seed < 2**32:
+        wrong.append(f"seed={config.seed} must be from 0 to 2³² - 1")
+    if config.separator is not None and not 0 <= config.separator < m.codes:
+        wrong.append(f"separator={config.separator} is outside of model.codes={m.codes}")
+    if not config.prompt:
+        wrong.append("prompt is empty, and a text begins with a token")
+    if config.explain and not Path(config.explain).absolute().parent.is_dir():
+        wrong.append(f"explain={config.explain} is in a folder that does not exist")
+    flat, text = kinds(config)
+    if flat and text:
+        wrong.append(files.mixed(flat, text))
+    if not flat and (config.separator, config.token_dtype) != (None, None):
+        wrong.append("separator and token_dtype are of `.bin` files, and there is none")
+    if wrong:
+        raise ValueError(f"config: {'; '.join(wrong)}.")
+
+
+def kinds(config: Config) -> tuple[list[Path], list[Path]]:
+    """Returns the files of tokens, and those of text, that the config names."""
+    names = (*(config.data or ("Python's library",)), *config.held_out)
+    return files.by_kind(list(map(Path, names)))
+
+
+def known_of(saved: dict[str, Any]) -> Config:
+    """Returns a saved config, without names that train.py no longer has."""
+
+    def known(kind, saved: dict[str, Any]) -> dict[str, Any]:
+        return {f.name: saved[f.name] for f in dataclasses.fields(kind) if f.name in saved}
+
+    parts = known(Config, saved)
+    parts["model"] = llama.Config(**known(llama.Config, saved.get("model", {})))
+    parts["layout"] = Layout(**known(Layout, saved.get("layout", {})))
+    parts |= {name: tuple(saved.get(name, ())) for name in ("data", "held_out")}
+    return Config(**parts)

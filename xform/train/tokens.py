@@ -1,0 +1,307 @@
+"""Rows out of files of tokens, which are long, and so are mapped into memory and not read.
+
+A file is flat and little-endian, as nanoGPT writes it, or llm.c's, which has a header of 256 int32
+in front. A flat file does not say of what type it is: uint16 is assumed, or uint32 for a vocabulary
+that needs it, and what looks otherwise is refused unless the type is named. Every token is compared
+with the vocabulary before the first one is used.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Int, Integer
+
+from xform.train.data import NO_LABEL, Rows
+
+# llm.c's header begins with one of these, and its third number is the count of tokens.
+_MAGIC = {20240520: "uint16", 20240801: "uint32"}
+_HEADER = 256 * 4
+_CHUNK = 1 << 22
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenRows:
+    """Rows of one long stream of tokens, cut out as they are drawn; a `Source`.
+
+    A last row that the stream does not fill is left out.
+
+    Attributes:
+      stream: All tokens, usually mapped from a file.
+      tokens: The same as rows of equal length.
+      separator: The token that ends a document, as its last one; None if all is one document.
+    """
+
+    stream: Integer[np.ndarray, "size"]
+    tokens: Integer[np.ndarray, "rows length"]
+    separator: int | None = None
+
+    @classmethod
+    def of(cls, stream: np.ndarray, length: int, separator: int | None = None) -> "TokenRows":
+        """Returns the stream's rows of `length` tokens.
+
+        Raises:
+          ValueError: There is less than one.
+        """
+        rows = len(stream) // length
+        if not rows:
+            raise ValueError(f"a row takes {length} tokens, and there are {len(stream)} of them")
+        return cls(stream, stream[: rows * length].reshape(rows, length), separator)
+
+    @property
+    def blocks(self) -> tuple[np.ndarray]:
+        """The tokens, as one array."""
+        return (self.tokens,)
+
+    def take(self, chosen: Int[np.ndarray, "some"]) -> Rows:
+        """Returns the chosen rows; ids number the documents of each row from 0."""
+        length = self.tokens.shape[1]
+        place = np.asarray(chosen)[:, None] * length + np.arange(length + 1)
+        beyond = place >= len(self.stream)
+        spans = self.stream[np.minimum(place, len(self.stream) - 1)].astype(np.int32)
+        ends = np.zeros(spans.shape, bool) if self.separator is None else spans == self.separator
+        ids = np.cumsum(ends, axis=1, dtype=np.int32) - ends
+        labels = np.where(ends[:, :-1] | beyond[:, 1:], NO_LABEL, spans[:, 1:]).astype(np.int32)
+        return Rows(spans[:, :-1], ids[:, :-1].astype(np.int32), labels)
+
+
+@dataclasses.dataclass(frozen=True)
+class Shards:
+    """The rows of several files, one behind the other; a `Source`."""
+
+    parts: tuple[TokenRows, ...]
+
+    @property
+    def blocks(self) -> tuple[np.ndarray, ...]:
+        """The tokens of each file."""
+        return tuple(part.tokens for part in self.parts)
+
+    def take(self, chosen: Int[np.ndarray, "some"]) -> Rows:
+        """Returns the chosen rows."""
+        chosen, blocks = np.asarray(chosen), self.blocks
+        first = np.cumsum([0, *map(len, blocks)])
+        part = np.searchsorted(first, chosen, side="right") - 1
+        rows = Rows(*(np.empty((len(chosen), blocks[0].shape[1]), np.int32) for _ in range(3)))
+        for i in np.unique(part):
+            for x, found in zip(
+                rows, self.parts[i].take(chosen[part == i] - first[i]), strict=True
+            ):
+                x[part == i] = found
+        return rows
+
+
+def rows_of(
+    streams: Sequence[np.ndarray], length: int, separator: int | None
+) -> TokenRows | Shards:
+    """Returns the rows of some streams of tokens; one that does not fill a row is left out.
+
+    Raises:
+      ValueError: None does.
+    """
+    long = [x for x in streams if len(x) >= length] or [max(streams, key=len)]
+    parts = tuple(TokenRows.of(x, length, separator) for x in long)
+    return parts[0] if len(parts) == 1 else Shards(parts)
+
+
+# ---- a file --------------------------------------------------------------------------------------
+
+
+def read_tokens(path: Path, *, codes: int, dtype: str | None = None) -> np.ndarray:
+    """Returns the tokens of a file, mapped into memory; all of them are checked.
+
+    Args:
+      path: A flat little-endian file, with llm.c's header or none.
+      codes: Size of the vocabulary: every token is below it.
+      dtype: "uint16" or "uint32"; None takes what the header says, or else assumes "uint16", for a
+        vocabulary above 65,536 "uint32".
+
+    Raises:
+      ValueError: The file is missing, empty, unreadable or cut off, is or looks like something
+        else, or holds a token outside of the vocabulary.
+    """
+    if dtype not in (None, "uint16", "uint32"):
+        raise ValueError(f"a file of tokens is of dtype uint16 or uint32, found {dtype!r}")
+    try:
+        with path.open("rb") as file:
+            head = file.read(_HEADER)
+            size = file.seek(0, 2)
+    except OSError as error:
+        raise ValueError(f"`{path}` can't be read: {error.strerror}") from None
+    if kind := next((kind for magic, kind in _KINDS.items() if head.startswith(magic)), None):
+        raise ValueError(f"`{path}` is {kind}, not flat tokens. {_AS_FLAT}.")
+    told, offset, count = _header(head)
+    if told and dtype and told != dtype:
+        raise ValueError(f"`{path}` says in its header that it is {told}, asked is {dtype}")
+    guessed = not (dtype or told)
+    dtype = dtype or told or ("uint16" if codes <= 1 << 16 else "uint32")
+    item = np.dtype(dtype).itemsize
+    body = size - offset
+    if body < item:
+        raise ValueError(f"`{path}` is empty: it holds {size} bytes and no token")
+    if body % item:
+        raise ValueError(
+            f"`{path}` holds {body} bytes, which is no multiple of the {item} of a {dtype} token: "
+            "it is cut off, or of another dtype"
+        )
+    if count not in (None, body // item):
+        raise ValueError(
+            f"`{path}` is cut off: its header promises {count} tokens, there are {body // item}"
+        )
+    tokens = np.memmap(path, np.dtype(dtype).newbyteorder("<"), "r", offset)
+    highest = _check_range(path, tokens, codes)
+    _check_int64(path, tokens, highest)
+    if guessed and (doubt := _doubt(tokens, codes, highest)):
+        raise ValueError(
+            f"`{path}` looks like {doubt}. No header says what it is, so it is read as {dtype}; if "
+            f"that is right, say so: dtype {dtype}."
+        )
+    return tokens
+
+
+# How files begin that are something else.
+_KINDS = {
+    b"\x93NUMPY": "a NumPy file",
+    b"PK\x03\x04": "a zip archive, as NumPy's `.npz` and PyTorch's files are",
+    b"\x1f\x8b\x08": "a gzip archive",
+    b"\x28\xb5\x2f\xfd": "a zstandard archive",
+    b"\x80\x04\x95": "a pickle",
+    b"PAR1": "a Parquet file",
+    b"ARROW1": "an Arrow file",
+}
+_AS_FLAT = "Of an array, `np.asarray(x).astype('<u2').tofile('tokens.bin')` makes a file of tokens"
+
+
+def _header(head: bytes) -> tuple[str | None, int, int | None]:
+    """The dtype, size and count of tokens that llm.c's header gives, if this is one."""
+    numbers = np.frombuffer(head, "<i4") if len(head) == _HEADER else np.zeros(3, int)
+    told = _MAGIC.get(int(numbers[0]))
+    return (told, _HEADER, int(numbers[2])) if told else (None, 0, None)
+
+
+def _check_range(path: Path, tokens: np.ndarray, codes: int) -> np.ndarray:
+    """Returns the highest token at every fourth place; raises if one is outside."""
+    highest = np.zeros(4, np.int64)
+    for start in range(0, len(tokens), _CHUNK):
+        chunk = tokens[start : start + _CHUNK]
+        outside = np.flatnonzero(chunk >= codes)
+        if outside.size:
+            at = int(outside[0])
+            signed = " (-1, if it has a sign)" if chunk[at] == np.iinfo(chunk.dtype).max else ""
+            raise ValueError(
+                f"`{path}` holds token {chunk[at]}{signed} at place {start + at:,}, read as "
+                f"{tokens.dtype.name}, and the vocabulary ends at {codes - 1}. "
+                f"{_other_dtype(tokens, codes)}"
+            )
+        highest = np.maximum(highest, [chunk[i::4].max(initial=0) for i in range(4)])
+    return highest
+
+
+# ---- what a file looks like ----------------------------------------------------------------------
+
+_TELLING = 512
+"""Bytes from which on it is no accident that most of them are 0, or that all are letters."""
+_SAMPLE = 1 << 16
+
+
+def _check_int64(path: Path, tokens: np.ndarray, highest: np.ndarray) -> None:
+    """Raises where three of four quarters of the numbers are 0, in a file long enough to tell."""
+    size, item = tokens.nbytes, tokens.dtype.itemsize
+    low, high = highest[: 4 // item], highest[4 // item : 8 // item]
+    if size % 8 == 0 and size >= _TELLING and low.any() and not (high.any() or highest[3]):
+        raise ValueError(
+            f"`{path}` looks like int64, and is read as {tokens.dtype.name}: most numbers are 0. "
+            "`np.fromfile(path, '<i8').astype('<u4').tofile('tokens.bin')` makes a file of uint32."
+        )
+
+
+def _doubt(tokens: np.ndarray, codes: int, highest: np.ndarray) -> str | None:
+    """What a file is rather than what was assumed, and the cure; None where nothing says so."""
+    data = _sampled(tokens)
+    if name := _like_text(data) or _like_floats(data):
+        return f"{name}. {_AS_FLAT}"
+    if tokens.dtype.itemsize > 2:
+        return None
+    even, odd = highest[::2].max(), highest[1::2].max()
+    whole, upper = len(tokens) % 2 == 0, (codes - 1) >> 16
+    # The upper halves of uint32 tokens are tiny numbers, and every second one.
+    if whole and odd <= upper < even:
+        return f"uint32: every second number is at most {odd}. Say so: dtype uint32"
+    if whole and even <= upper < odd:
+        return f"uint32 in big-endian order. {_turned('>u4', '<u4')}"
+    if whole and set(np.frombuffer(data, "<u2")[1::2]) == {0, 0xFFFF}:
+        return "int32 with negative numbers, which are no tokens"
+    return _like_bytes(data)
+
+
+def _turned(of: str, to: str) -> str:
+    return f"`np.fromfile(path, '{of}').astype('{to}').tofile('tokens.bin')` makes a file of tokens"
+
+
+def _sampled(tokens: np.ndarray) -> bytes:
+    """Bytes of the beginning, the middle and the end, cut where 8 of them begin anew."""
+    whole = tokens[: len(tokens) // 4 * 4]
+    middle = len(whole) // 8 * 4
+    parts = (whole[:_SAMPLE], whole[middle : middle + _SAMPLE], whole[-_SAMPLE:])
+    return b"".join(x.tobytes() for x in parts[: 1 if len(whole) <= _SAMPLE else 3])
+
+
+def _like_text(data: bytes) -> str | None:
+    """Letters, and no control characters: tokens have bytes of all kinds."""
+    strange = set(data) & (
+        set(range(32)) - set(b"\t\n\r\f") | {127, *range(0xF5, 0x100), 0xC0, 0xC1}
+    )
+    return "text" if len(data) >= _TELLING and not strange and _mostly_utf8(data) else None
+
+
+def _mostly_utf8(data: bytes) -> bool:
+    """Whether all but the cut ends of the samples is UTF-8."""
+    return data.decode(errors="replace").count("\ufffd") <= 8
+
+
+def _like_floats(data: bytes) -> str | None:
+    """Numbers of everyday size: read as floats, tokens are tiny, huge or none at all."""
+    for dtype in ("bfloat16", "float64", "float32", "float16"):
+        with np.errstate(invalid="ignore"):
+            x = np.abs(np.frombuffer(data, jnp.dtype(dtype)).astype(np.float64))
+        x = np.where(np.isfinite(x), x, np.inf)[x != 0]
+        usual = (x > 2.0**-14) & (x < 2.0**10)
+        if dtype in ("float32", "float64"):  # of narrow floats, all large ones are whole numbers
+            usual |= (x == np.floor(x)) & (x < 2.0**24)
+        if x.size >= 64 and usual.mean() > 0.99 and len(np.unique(x)) > 16:
+            return dtype
+    return None
+
+
+def _like_bytes(data: bytes) -> str | None:
+    """Halves that are alike are bytes; a first one with less in it than the second is the upper."""
+    halves = np.frombuffer(data, np.uint8).reshape(-1, 2).T
+    shares = np.stack([np.bincount(x, minlength=256) for x in halves]) / max(1, halves.shape[1])
+    # How far apart two samples of one distribution are found, and each from an even one.
+    noise = 0.56 * np.sqrt(shares.mean(0)).sum() / np.sqrt(max(1, halves.shape[1]))
+    apart = np.abs(shares[0] - shares[1]).sum() / 2
+    uneven = np.abs(shares.mean(0) - 1 / 256).sum() / 2
+    if (shares > 0).sum(1).min() > 2 and noise < 0.15 and apart < 2 * noise and uneven > 4 * noise:
+        return f"uint8, both bytes of its numbers alike. {_turned('u1', '<u2')}"
+    bits = -(shares * np.log2(np.where(shares > 0, shares, 1))).sum(1)
+    if halves.size >= 4 * _TELLING and bits[0] + 1 < bits[1]:
+        return (
+            "uint16 in big-endian order: the first byte of its numbers varies less than the "
+            f"second. {_turned('>u2', '<u2')}"
+        )
+    return None
+
+
+def _other_dtype(tokens: np.ndarray, codes: int) -> str:
+    """What the user may have meant, judged by the beginning of the file."""
+    if name := _like_text(data := _sampled(tokens)) or _like_floats(data):
+        return f"It looks like {name}. {_AS_FLAT}."
+    data = tokens[: _CHUNK // 4].tobytes()
+    for name in ("<u4", ">u4", "<u2", ">u2"):
+        dtype = np.dtype(name)
+        whole = data[: len(data) // dtype.itemsize * dtype.itemsize]
+        if dtype != tokens.dtype and np.frombuffer(whole, dtype).max(initial=0) < codes:
+            order = "" if name[0] == "<" else " in big-endian order"
+            return f"Read as {dtype.newbyteorder('=').name}{order}, they would all be inside."
+    return "Choose the vocabulary that the file was made with, or make the file anew."
