@@ -28,7 +28,7 @@ from xform._compat import varying_axes
 from xform.lowering._tile_fn import base, log_sum
 from xform.lowering.blockwise import inverse
 from xform.primitives._mods import take_apart
-from xform.primitives._objects import Shape
+from xform.primitives._objects import Shape, in_text, static
 from xform.primitives._rules import join_axes
 from xform.primitives.attention import Aux, _attend, _check, _check_mods, _with_sinks
 from xform.primitives.block_map import EMPTY, block_map
@@ -192,18 +192,13 @@ def paged_attention(
     (2, 1, 8, 16)
     """
     aux = (aux,) if isinstance(aux, str) else tuple(aux)
+    _check_pages(q, k_pages, v_pages, page_table)
     (pages, size), (_, room) = k_pages.shape[:2], page_table.shape
     rows = lambda x: jax.ShapeDtypeStruct((q.shape[0], room * size, *x.shape[2:]), x.dtype)
     _check(
         q, rows(k_pages), rows(v_pages), sinks, 0.0, None, (), implementation,
         caller="paged_attention",
     )  # fmt: skip
-    if page_table.shape[0] != q.shape[0] or v_pages.shape[:2] != (pages, size) or size == 0:
-        raise ValueError(
-            f"paged_attention: `page_table` has shape {page_table.shape}, `k_pages` "
-            f"{k_pages.shape} and `v_pages` {v_pages.shape}; with q {q.shape} needed are "
-            f"[{q.shape[0]}, M], [P, N, K, D] and [P, N, K, V], with N > 0."
-        )
     splits, keys = _cut(q, k_pages, splits, room * size)
     count = splits * max(1, keys // size)
     table = jnp.pad(page_table, ((0, 0), (0, -room % count or (not room))), constant_values=-1)
@@ -225,6 +220,26 @@ def paged_attention(
     )
 
 
+def _check_pages(q, k_pages, v_pages, table) -> None:
+    """Raises if pages and their table do not fit together, or the queries."""
+    wrong = []
+    if table.ndim != 2 or q.ndim != 4 or table.shape[0] != q.shape[0]:
+        batch = q.shape[0] if q.ndim == 4 else "B"
+        wrong.append(
+            f"`page_table` has shape {table.shape}; with q {q.shape} needed is [{batch}, M], the "
+            "pages of each text"
+        )
+    if not jnp.issubdtype(table.dtype, jnp.integer):
+        wrong.append(f"`page_table` has dtype {table.dtype}; needed are integers, page numbers")
+    if k_pages.ndim != 4 or k_pages.shape[:3] != v_pages.shape[:3] or not k_pages.shape[1]:
+        wrong.append(
+            f"`k_pages` has shape {k_pages.shape} and `v_pages` {v_pages.shape}; needed are "
+            "[P, N, K, D] and [P, N, K, V], P pages of N > 0 keys"
+        )
+    if wrong:
+        raise ValueError(f"paged_attention: {'; '.join(wrong)}.")
+
+
 def _pages_at(pool, numbers):
     """The pages `[B,n]` of a pool as keys `[B,n N,...]`; any page for a number that is none."""
     pool = pool if len(pool) else jnp.zeros((1, *pool.shape[1:]), pool.dtype)
@@ -234,7 +249,9 @@ def _pages_at(pool, numbers):
 
 def _cut(q, k, splits: int | None, room: int) -> tuple[int, int]:
     """Into how many pieces a part of the keys is split, and how many keys each has."""
-    if splits is None:
+    if splits is not None:
+        static("splits", splits)
+    else:
         side_by_side = _SPLITS // max(1, q.shape[0] * k.shape[2])
         splits = max(1, min(side_by_side, room // _KEYS)) if jax.default_backend() == "gpu" else 1
     splits = max(1, min(splits, room))
@@ -249,7 +266,8 @@ def _over_parts(
     if unknown := [name for name in options["aux"] if name != "lse"]:
         raise ValueError(f"{caller}: `aux` asks for {unknown}; there is ['lse'].")
     shape = Shape(q.shape[0], q.shape[2], None, kept.length)
-    _check_mods(score_mod, mask_mod, options["scale"], shape, caller)
+    with in_text():
+        _check_mods(score_mod, mask_mod, options["scale"], shape, caller)
     seen = partial(_seen, kept, lengths, q.shape[1], mask_mod)
     attend = partial(_part, q, kept, lengths, score_mod, seen, options)
     rows = q.shape[:3]
@@ -290,7 +308,8 @@ def _seen(kept: _Keys, lengths, new: int, mask_mod, b, h, t, position):
     """Whether the t-th of the new queries sees a position."""
     place = lengths[b] - new + t
     seen = (position < lengths[b]) & (place >= 0) & kept.exists(b, position)
-    return seen if mask_mod is None else seen & mask_mod(b, h, place, position)
+    with in_text():
+        return seen if mask_mod is None else seen & mask_mod(b, h, place, position)
 
 
 def _part(q, kept: _Keys, lengths, score_mod, seen, options: dict, n):
@@ -310,7 +329,8 @@ def _part(q, kept: _Keys, lengths, score_mod, seen, options: dict, n):
 
     def score(s, b, h, i, j):
         b, position = at(b, j)
-        return score_mod(s, b, h, lengths[b] - new + i, position)
+        with in_text():
+            return score_mod(s, b, h, lengths[b] - new + i, position)
 
     scale = max(1, q.shape[-1]) ** -0.5 if options["scale"] is None else options["scale"]
     out, lse = _attend(
