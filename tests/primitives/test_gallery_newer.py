@@ -5,6 +5,7 @@ or NumPy, under dense attention in float64.
 """
 
 import inspect
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -63,8 +64,8 @@ def graphormer():
 
 
 def graphormer_edges():
-    edge = lambda b, h, i, j, n: BY_EDGE[h, n, PATHS[b, i, j, n]]
-    mean = lambda s, *at: s + sum(edge(*at, n) for n in range(3)) / 3
+    edge = lambda n, b, h, i, j: BY_EDGE[h, n, PATHS[b, i, j, n]]
+    mean = lambda s, *at: s + sum(edge(n, *at) for n in range(3)) / 3
     return flex_attention(q, k, v, score_mod=mean)
 
 
@@ -155,7 +156,7 @@ def streaming():
 def activation():
     score = lambda s, *at: jnp.log(jax.nn.gelu(s) + 1)
     out, aux = flex_attention(q, k, v, score_mod=score, mask_mod=causal(), aux="lse")
-    return out * jnp.exp(aux.lse)[..., None] - jnp.cumsum(v, 1)
+    return out * jnp.exp(jnp.asarray(aux.lse))[..., None] - jnp.cumsum(v, 1)
 
 
 def differential():
@@ -174,7 +175,7 @@ PAST = Q_AT >= K_AT
 wide = lambda x: np.asarray(x, np.float64)
 
 
-def dense(see=True, bias=0.0, q=q, k=k, v=v, scale=D**-0.5, weigh=None):
+def dense(see: Any = True, bias: Any = 0.0, q=q, k=k, v=v, scale=D**-0.5, weigh=None):
     """Attention `[B,T,H,V]` in float64; `see` and `bias` broadcast to `[B,H,T,S]`."""
     q, k, v = map(wide, (q, k, v))
     k, v = (np.broadcast_to(x, (*x.shape[:2], q.shape[2], x.shape[3])) for x in (k, v))

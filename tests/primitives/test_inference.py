@@ -287,7 +287,7 @@ def test_nothing_to_attend_to(how):
 
 def test_one_length_for_all():
     q, k, v = normal(B, 2, H, D), normal(B, S, K, D), normal(B, S, K, V)
-    found = once(lambda *x: decode_attention(*x, 41, mask_mod=causal()), q, k, v)
+    found = once(lambda q, k, v: decode_attention(q, k, v, 41, mask_mod=causal()), q, k, v)
     np.testing.assert_allclose(found, expected(q, k, v, jnp.full(B, 41), mask=causal()), atol=2e-6)
 
 

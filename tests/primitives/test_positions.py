@@ -120,7 +120,7 @@ def test_attention(name, how):
     q, k, v = (jnp.asarray(rng.normal(size=(2, S, H, 4)), jnp.float32) for _ in range(3))
     there = lambda b, h, i, j: j < LENGTHS[b]
     true = flex_attention(
-        q, k, v, score_mod=score, mask_mod=there & (full() & (whole or mask)),
+        q, k, v, score_mod=score, mask_mod=there & (full() & (mask if whole is None else whole)),
         implementation="reference",
     )  # fmt: skip
     new = jnp.stack([q[b, n - NEW : n] for b, n in enumerate((24, 17))])

@@ -91,7 +91,7 @@ SCORES = {
 ARRAYS = {"alibi", "relative_bias", "pair_bias", "full"}
 
 
-def everywhere(mod) -> jax.Array:
+def everywhere(mod):
     """A mask or a score at all pairs."""
     index = (1, 1, jnp.arange(T), jnp.arange(T))
     if isinstance(mod, Score):

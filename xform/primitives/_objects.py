@@ -427,9 +427,9 @@ def of_batch(name: str, x: ArrayLike, b, dims: str = "") -> Callable:
 
 def not_whole(name: str, x: ArrayLike) -> list[str]:
     """Returns in words that `x` has no integers."""
-    x = x if hasattr(x, "dtype") else np.asarray(x)
-    right = jnp.issubdtype(x.dtype, jnp.integer)
-    return [] if right else [f"`{name}` has dtype {x.dtype}; it needs integers"]
+    dtype = jnp.result_type(x)
+    right = jnp.issubdtype(dtype, jnp.integer)
+    return [] if right else [f"`{name}` has dtype {dtype}; it needs integers"]
 
 
 def misfit(name: str, x: ArrayLike, sizes: Sequence[int | None], batch: int | None) -> list[str]:

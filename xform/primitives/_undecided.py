@@ -13,6 +13,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -61,7 +62,7 @@ def remark(mask: Callable, *, maps: int, q_len: int, kv_len: int, q_tile: int, k
     if any(isinstance(x, Tracer) for x in traced.consts):
         return _unknown(traced.jaxpr, traced.consts, maps * q_len * kv_len)
     program, captures = _with_captures_last(traced.jaxpr), tuple(traced.consts)
-    sizes = {"q_len": q_len, "kv_len": kv_len, "q_tile": q_tile, "kv_tile": kv_tile}
+    sizes: dict[str, Any] = {"q_len": q_len, "kv_len": kv_len, "q_tile": q_tile, "kv_tile": kv_tile}
     some = partial(undecided, program, b=0, h=0, **sizes)
     tiles = np.asarray(jax.jit(lambda captures: some(captures))(captures))
     if not tiles.any():

@@ -96,8 +96,8 @@ def _sides(caller: str, name: str, window) -> tuple:
         n is None or (np.ndim(n) == 0 and jnp.issubdtype(jnp.result_type(n), jnp.integer))
     )
     if len(pair) != 2 or any(isinstance(n, str) or not one(n) for n in pair):
-        shape = f" of shape {list(window.shape)}" if hasattr(window, "shape") else ""
-        found = f"{type(window).__name__}{shape}" if shape else repr(window)
+        is_array = not isinstance(window, tuple | list) and np.ndim(window)
+        found = f"an array of shape {list(np.shape(window))}" if is_array else repr(window)
         raise TypeError(
             f"{caller}: `{name}` is {found}; needed is a whole number for both sides or a pair "
             "`(left, right)` of them, each a Python number or a scalar array."
@@ -122,8 +122,9 @@ def _band(t: int, s: int, is_causal: bool, window) -> Mask | None:
 def _modified(t: int, s: int, cap: ArrayLike, slopes):
     """FlashAttention's score, or None."""
     bias = None
+    slopes = None if slopes is None else jnp.asarray(slopes)
     if slopes is not None and jnp.ndim(slopes) == 2:
-        bias = as_score(lambda x, b, h, q, k: x - jnp.asarray(slopes)[b, h] * jnp.abs(q - k))
+        bias = as_score(lambda x, b, h, q, k: jnp.subtract(x, slopes[b, h] * jnp.abs(q - k)))
     elif slopes is not None:
         bias = alibi(slopes)
     bias = None if bias is None else bias.shift(q=s - t)
@@ -200,7 +201,7 @@ def dot_product_attention(
         score_mod=biased and (lambda s, *index: s + biased(*index)),
     )  # fmt: skip
     out = out.reshape(*given, out.shape[-1])
-    return (out, aux.lse.reshape(given)) if return_residual else out
+    return (out, jnp.reshape(jnp.asarray(aux.lse), given)) if return_residual else out
 
 
 def _check_lengths(name: str, n: ArrayLike | None, batch: int) -> None:

@@ -226,7 +226,7 @@ class t5_bias(Score):
         table = _table("t5_bias(table)", self.table, h)
         return s + table[self.bucket(kv_idx - q_idx, table.shape[0])]
 
-    def bucket(self, distance, buckets: int):
+    def bucket(self, distance, buckets):
         """The bucket of a key that lies `distance` after its query."""
         is_two_sided = self.bidirectional
         pick = lambda yes, no: jnp.where(is_two_sided, yes, no)

@@ -63,7 +63,7 @@ def causal_lower_right(queries: ArrayLike, keys: ArrayLike) -> Mask:
     >>> causal_lower_right(2, 5)
     causal(offset=3)
     """
-    return causal(offset=keys - queries)
+    return causal(offset=keys - queries)  # pyright: ignore[reportOperatorIssue]
 
 
 @variant

@@ -65,7 +65,7 @@ class neighborhood(Mask):
         grid = _grid("neighborhood(shape)", self.shape)
         tuples = {n: tuple(x) for n, x in vars(self).items() if isinstance(x, list)}
         # A list would be made of leaves, whose numbers are traced where the mask is an argument.
-        self.__dict__.update(tuples, shape=grid if len(grid) > 1 else grid[0])
+        self.__dict__.update(tuples, shape=grid)
         for name in ("window", "dilation", "causal"):
             given = getattr(self, name)
             if isinstance(given, tuple) or known(given):
@@ -79,6 +79,7 @@ class neighborhood(Mask):
     def _each(self, name: str, grid: tuple[int, ...]) -> Sequence[Any]:
         """What `name` is along each dimension."""
         given, least = getattr(self, name), 0 if name == "causal" else 1
+        given: Any
         ndim = 1 if isinstance(given, tuple) else np.ndim(given)
         sizes = given if ndim else (given,) * len(grid)
         fits = ndim < 2 and len(sizes) == len(grid)

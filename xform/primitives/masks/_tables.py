@@ -331,7 +331,8 @@ def bigbird(
     global_tokens(64) | block_window(64, 1) | block_sparse(layout: bool[16,16], 64)
     """
     drawn = random_blocks(key, length, length, size=block, count=random, heads=heads)
-    return global_tokens(globals * block) | block_window(block, window // 2) | drawn
+    reach = jnp.asarray(window) // 2 if not known(window) else window // 2
+    return global_tokens(globals * block) | block_window(block, reach) | drawn
 
 
 @variant

@@ -245,7 +245,7 @@ class _Strips:
         multiple = self.group[0]
         self.rows = max(1, _AT_ONCE // max(1, self.tiles[1]) // multiple) * multiple
         b, h = at
-        sizes: dict[str, int] = dict(kv_len=lengths[1], q_tile=tile[0], kv_tile=tile[1])
+        sizes: dict[str, Any] = dict(kv_len=lengths[1], q_tile=tile[0], kv_tile=tile[1])
 
         def kinds(mask, start, q_len):
             mods = take_apart(None, mask.shift(q=start), jnp.float32)
