@@ -31,7 +31,7 @@ def random(b, h, q, k):
 DEFEATED = {
     "modular": (lambda b, h, q, k: (q - k) % 900 == 30, f"`%` {HERE} {CORNERS}"),
     "modular, in a mask object": (
-        causal() & sliding_window(90) & dilated(89) & ~dilated(1), r"`~` .*" + LESS),
+        causal() & dilated(900).shift(q=30), rf"`%` \(in `dilated`\) {CORNERS}"),
     "a hash of one's own": (
         lambda b, h, q, k: ((q * 0x3779B9) ^ (k * 0x5EBCA6B)) >> 7 == 3, rf"`\*` {HERE} {LESS}"),
     "a hash that mixes bits": (lambda b, h, q, k: ((q ^ k) & 255) == 77, rf"`\^` {HERE}"),
@@ -45,7 +45,7 @@ DEFEATED = {
     "ids in any order": (
         lambda b, h, q, k: UNSORTED[q] == 650 - UNSORTED[k] // 8,
         rf"`array\[index\]` {HERE} {CORNERS}"),
-    "our own": (documents(UNSORTED // 350) & dilated(5), r"`array\[index\]` \(in `documents`\)"),
+    "our own": (documents(UNSORTED // 70), r"`array\[index\]` \(in `documents`\)"),
 }  # fmt: skip
 
 
@@ -74,10 +74,8 @@ def test_the_cost_is_counted():
     assert (count, of) == (int(open_.sum()), open_.size)
     assert 0 < count < of
     assert pairs == count * rows * cols
-    assert maps == 1
+    assert maps == 2, "one for each head, which are not attended to together"
     assert f"{pairs / T / T:.0%} of all pairs" in text
-    both = why(lambda b, h, q, k: mask(b, h, q, k) & (h < 9))
-    assert "for each of 2 maps" in both
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import MISSING, FrozenInstanceError, dataclass, fields
-from typing import Any, ClassVar, NamedTuple, dataclass_transform
+from typing import Any, ClassVar, NamedTuple, TypeGuard, dataclass_transform
 
 import jax
 import jax.numpy as jnp
@@ -374,7 +374,7 @@ def _check_number(name: str, x: Any, kind: str) -> None:
         raise TypeError(f"`{name}` is {found}; it must be {words}, which may be a traced array.")
 
 
-def known(x) -> bool:
+def known(x) -> TypeGuard[int | float]:
     """Whether `x` is a number of Python's, as opposed to an array, which may be traced."""
     return isinstance(x, int | float)
 

@@ -24,6 +24,7 @@ from jax.interpreters import partial_eval as pe
 
 from xform._compat import Jaxpr, JaxprEqn, user_frames
 from xform.jaxpr import eqn_rule, interpret, source_line, walk
+from xform.jaxpr._walk import UNKNOWN
 from xform.primitives._intervals import RULES, Interval, default, ordered, unknown
 from xform.primitives._reads import READS
 from xform.primitives.block_map import block_map, undecided
@@ -192,7 +193,8 @@ def _where(eqn: JaxprEqn) -> str:
             break
         if found := _OBJECT.fullmatch(frame.function_name):
             return f"in `{found[1]}`"
-    return f"at {source_line(eqn)}"
+    line = source_line(eqn)
+    return "where masks are combined" if line == UNKNOWN else f"at {line}"
 
 
 # ---- Masks that read unknown arrays --------------------------------------------------------------

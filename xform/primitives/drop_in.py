@@ -81,7 +81,7 @@ _OPTIONS = {
 def _check_options(options, is_causal) -> None:
     if wrong := [f"`{name}` is {_OPTIONS[name]}" for name in options if name in _OPTIONS]:
         raise TypeError(f"flash_attention: {'; '.join(wrong)}.")
-    if not isinstance(is_causal, bool):
+    if not isinstance(is_causal, bool | np.bool_):
         raise TypeError(
             f"flash_attention: `causal` is {is_causal!r}; it must be True or False, and not "
             "traced: a mask that changes inside a program has traced numbers, "
@@ -124,7 +124,9 @@ def _modified(t: int, s: int, cap: ArrayLike, slopes):
     bias = None
     slopes = None if slopes is None else jnp.asarray(slopes)
     if slopes is not None and jnp.ndim(slopes) == 2:
-        bias = as_score(lambda x, b, h, q, k: jnp.subtract(x, slopes[b, h] * jnp.abs(q - k)))
+        bias = as_score(
+            lambda x, b, h, q, k: jnp.subtract(x, slopes[b, h] * jnp.abs(jnp.subtract(q, k)))
+        )
     elif slopes is not None:
         bias = alibi(slopes)
     bias = None if bias is None else bias.shift(q=s - t)

@@ -81,7 +81,7 @@ class neighborhood(Mask):
         given, least = getattr(self, name), 0 if name == "causal" else 1
         given: Any
         ndim = 1 if isinstance(given, tuple) else np.ndim(given)
-        sizes = given if ndim else (given,) * len(grid)
+        sizes: Any = given if ndim else (given,) * len(grid)
         fits = ndim < 2 and len(sizes) == len(grid)
         if not fits or any(known(n) and n < least for n in sizes):
             raise ValueError(
