@@ -1,5 +1,6 @@
 """The field's names mean what they mean in the field."""
 
+import functools
 import inspect
 
 import jax
@@ -7,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.oracle import once
 from xform.primitives.attention import flex_attention
 from xform.primitives.drop_in import dot_product_attention, flash_attention
 
@@ -87,10 +89,9 @@ def test_dot_product_attention_is_that_of_jax(options):
         out, lse = f(q, k, v, return_residual=True, **options)
         return jnp.sin(out).sum(), (out, lse)
 
-    found, true = (
-        jax.value_and_grad(lambda *x, f=f: run(f, *x), (0, 1, 2), has_aux=True)(q, k, v)
-        for f in (dot_product_attention, jax.nn.dot_product_attention)
-    )
+    both = (dot_product_attention, jax.nn.dot_product_attention)
+    grad = lambda f: jax.value_and_grad(functools.partial(run, f), (0, 1, 2), has_aux=True)
+    found, true = once(lambda *x: [grad(f)(*x) for f in both], q, k, v)
     (_, (out, lse)), (_, (true_out, true_lse)) = found[0], true[0]
     np.testing.assert_allclose(out, true_out, atol=3e-6)
     seen = ~np.isneginf(lse)  # JAX gives rows without a key a number
@@ -109,6 +110,60 @@ def test_dot_product_attention_takes_what_jax_takes():
         without_batch, dot_product_attention(q, k, v, is_causal=True)[0], atol=1e-6
     )
     assert without_batch.shape == q.shape[1:]
+
+
+SHAPES = {
+    "without a batch": ((7, 4, 8), (5, 2, 8)),
+    "keys of one text alone": ((1, 7, 4, 8), (5, 2, 8)),
+    "queries without a batch": ((7, 4, 8), (1, 5, 2, 8)),
+    "one head of keys": ((2, 7, 4, 8), (2, 5, 1, 8)),
+    "more keys": ((2, 3, 2, 4), (2, 11, 2, 4)),
+}
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_any_arguments_mean_what_they_mean_in_jax(seed):
+    """Shapes, dtypes and all arguments at random, some of them NumPy's and lists."""
+    rng = np.random.default_rng(seed)
+    name = [*SHAPES, "without a batch"][seed]
+    q_shape, k_shape = SHAPES[name]
+    b, t, n = ((1,) * (4 - len(q_shape)) + q_shape)[:3]
+    s = k_shape[-3]
+    dtype = jnp.float32 if seed % 2 else jnp.bfloat16
+    q, k, v = (jnp.asarray(rng.normal(size=x), dtype) for x in (q_shape, k_shape, k_shape))
+    some = lambda: tuple(m if rng.random() < 0.6 else 1 for m in (b, n, t, s))[rng.integers(0, 2) :]
+    pick = lambda x: x if rng.random() < 0.7 else None
+    mask = rng.random(some()) < 0.8
+    options = {
+        "bias": pick(rng.normal(size=some()).astype(np.float32)),
+        "mask": pick(np.where(np.arange(mask.shape[-1]) == 0, True, mask)),
+        "scale": pick(0.7),
+        "is_causal": bool(rng.random() < 0.5),
+        "query_seq_lengths": pick(rng.integers(1, t + 1, b).astype(np.int32)),
+        "key_value_seq_lengths": pick(rng.integers(1, s + 1, b).astype(np.int32)),
+        "local_window_size": pick([(2, 1), 3, (t + s, 0)][seed % 3]),
+        "return_residual": True,
+    }
+    run = lambda f: lambda *x: f(*x, **options)
+    found, lse = once(run(dot_product_attention), q, k, v)
+    true, true_lse = once(run(jax.nn.dot_product_attention), q, k, v)
+    assert (found.shape, found.dtype, lse.shape) == (true.shape, true.dtype, true_lse.shape)
+    lse = np.asarray(lse)
+    seen = ~np.isneginf(lse)  # a row without a key gives 0, and in JAX a mean
+    assert seen.any()
+    narrow = lambda x: np.asarray(x, np.float32)
+    atol = 3e-6 if dtype == jnp.float32 else 2**-6
+    close = lambda a, b: np.testing.assert_allclose(narrow(a)[seen], narrow(b)[seen], atol=atol)
+    close(found, true)
+    assert not narrow(found)[~seen].any()
+    np.testing.assert_allclose(lse[seen], narrow(true_lse)[seen], rtol=2**-7, atol=atol)
+
+
+def test_slopes_of_each_text():
+    slopes = jnp.asarray(RNG.uniform(0, 1, (B, H)), jnp.float32)
+    distance = jnp.asarray(DISTANCE, jnp.float32)[None, None]
+    expected = dense(True, lambda s: s - slopes[..., None, None] * distance)
+    np.testing.assert_allclose(flash_attention(q, k, v, alibi_slopes=slopes), expected, atol=2e-6)
 
 
 def test_the_log_sum_exp_has_a_gradient():

@@ -21,7 +21,6 @@ from xform.primitives.masks import (
     lengths,
     neighborhood,
     sliding_window,
-    tree,
 )
 from xform.primitives.scores import alibi, pair_bias, softcap
 
@@ -106,8 +105,21 @@ def once(f, *args):
     return jax.jit(f, compiler_options={"xla_backend_optimization_level": 0})(*args)
 
 
-@pytest.mark.parametrize("how", ["decode", "pages"])
-@pytest.mark.parametrize("name", MODS)
+def two_ways(*quick):
+    """Over a cache and over pages: what both share is compiled once in every run."""
+    slow = [how for how in ("decode", "pages") if how not in quick]
+    return [*quick, *(pytest.param(how, marks=pytest.mark.slow) for how in slow)]
+
+
+# Each by one way in every run, and by both among the slow ones.
+WAYS = [
+    pytest.param(name, how, marks=[] if ("decode", "pages")[n % 2] == how else pytest.mark.slow)
+    for n, name in enumerate(MODS)
+    for how in ("decode", "pages")
+]
+
+
+@pytest.mark.parametrize(("name", "how"), WAYS)
 def test_the_keys_that_there_are(name, how):
     new, splits = (1, 1) if name in ("nothing", "documents") else (6, 3)
     q, k, v = problem(new)
@@ -121,7 +133,7 @@ def test_the_keys_that_there_are(name, how):
     assert rows_without_keys.any() == (name == "nothing is seen" or new > 5)
 
 
-@pytest.mark.parametrize("how", ["decode", "pages"])
+@pytest.mark.parametrize("how", two_ways("pages"))
 def test_bfloat16_is_as_right_as_a_plain_program(how):
     """Parts are merged before they are rounded."""
     k, v = (normal(B, S, K, D, dtype="bfloat16") for _ in range(2))
@@ -141,7 +153,7 @@ def test_bfloat16_is_as_right_as_a_plain_program(how):
     assert_as_right_as(found, plain(q, k, v), truth)
 
 
-@pytest.mark.parametrize("how", ["decode", "pages"])
+@pytest.mark.parametrize("how", two_ways("pages"))
 def test_gradients(how):
     """Of queries, keys, values, sinks and what the mods read; zero where nothing is."""
     q, k, v = problem(2)
@@ -189,11 +201,18 @@ def test_shared_pages_and_holes():
     k, v = (x[jnp.clip(table, 0, 5)].reshape(3, 21, *x.shape[2:]) for x in (pool_k, pool_v))
     hole = jnp.repeat((table < 0) | (table > 5), PAGE, 1)
     mask = lambda b, h, q, k: (q >= k) & ~hole[b, k]
-    found = paged_attention(q, pool_k, pool_v, table, lengths, mask_mod=causal(), splits=2)
+    found = once(
+        lambda *x: paged_attention(*x, mask_mod=causal(), splits=2),
+        q,
+        pool_k,
+        pool_v,
+        table,
+        lengths,
+    )
     np.testing.assert_allclose(found, expected(q, k, v, lengths, mask=mask), atol=2e-6)
 
 
-@pytest.mark.parametrize("how", ["decode", "pages"])
+@pytest.mark.parametrize("how", two_ways("pages"))
 def test_under_vmap_and_scan(how):
     """Over windows that are traced, and over queries alone."""
     q, k, v = problem(2)
@@ -220,17 +239,25 @@ def test_only_parts_that_are_seen_are_read():
     live = lambda lengths, mask: inference._live(
         q.shape, kept, lengths, functools.partial(inference._seen, kept, lengths, 1, mask), 5
     )
-    some = jnp.array([3, 35, 18])
-    assert live(some, None).tolist() == [True, True, True, False, False]
-    assert live(LENGTHS, sliding_window(20)).tolist() == [True, True, True, True, True]
-    late = jnp.array([70, 66, 68])
-    assert live(late, sliding_window(10)).tolist() == [False, False, False, True, True]
-    assert live(late, lambda b, h, q, k: (k % 70 == 40) & (h == 3)).tolist() == [
-        False, False, True, False, False,
-    ]  # fmt: skip
+    some, late = jnp.array([3, 35, 18]), jnp.array([70, 66, 68])
+    found = once(
+        lambda: (
+            live(some, None),
+            live(LENGTHS, sliding_window(20)),
+            live(late, sliding_window(10)),
+            live(late, lambda b, h, q, k: (k % 70 == 40) & (h == 3)),
+        )
+    )
+    assert np.array(found).astype(int).tolist() == [
+        [1, 1, 1, 0, 0],
+        [1, 1, 1, 1, 1],
+        [0, 0, 0, 1, 1],
+        [0, 0, 1, 0, 0],
+    ]
 
 
-def test_no_second_copy_of_the_keys(monkeypatch):
+@pytest.mark.parametrize("how", two_ways("pages"))
+def test_no_second_copy_of_the_keys(monkeypatch, how):
     monkeypatch.setattr(inference, "_KEYS", 1024)
     struct = jax.ShapeDtypeStruct
     pool, table = struct((600, 64, 2, 64), jnp.float32), struct((2, 256), jnp.int32)
@@ -238,31 +265,39 @@ def test_no_second_copy_of_the_keys(monkeypatch):
     cache = struct((2, 256 * 64, 2, 64), jnp.float32)
     whole = 2 * 2 * 256 * 64 * 2 * 64 * 4
     mask = causal() & sliding_window(4096)
-    for run, *args in (
-        (functools.partial(paged_attention, mask_mod=mask), q, pool, pool, table, lengths),
-        (functools.partial(decode_attention, mask_mod=mask), q, cache, cache, lengths),
-    ):
-        memory = jax.jit(run).lower(*args).compile().memory_analysis()
-        assert memory.temp_size_in_bytes < whole / 4
+    run, *args = {
+        "pages": (functools.partial(paged_attention, mask_mod=mask), q, pool, pool, table, lengths),
+        "decode": (functools.partial(decode_attention, mask_mod=mask), q, cache, cache, lengths),
+    }[how]
+    memory = jax.jit(run).lower(*args).compile().memory_analysis()
+    assert memory.temp_size_in_bytes < whole / 4
 
 
 @pytest.mark.parametrize("how", ["decode", "pages"])
 def test_nothing_to_attend_to(how):
     q, k, v = problem(2)
-    assert attend(how, q[:, :0], k, v).shape == (B, 0, H, V)
     none = jnp.zeros(B, jnp.int32)
-    assert not attend(how, q, k, v, lengths=none).any()
-    if how == "decode":
-        assert not decode_attention(q, k[:, :0], v[:, :0], none).any()
-    else:
-        pages = paged(k, v)
-        assert not paged_attention(q, *pages[:2], pages[2][:, :0], none).any()
-        assert not paged_attention(q, pages[0][:0], pages[1][:0], pages[2], LENGTHS).any()
+
+    def run(q, k, v):
+        yield attend(how, q, k, v, lengths=none)
+        if how == "decode":
+            yield decode_attention(q, k[:, :0], v[:, :0], none)
+        else:
+            pages = paged(k, v)
+            yield paged_attention(q, *pages[:2], pages[2][:, :0], none)
+            yield paged_attention(q, pages[0][:0], pages[1][:0], pages[2], LENGTHS)
+
+    if how == "pages":  # they are filled while `attend` is traced
+        k, v = np.asarray(k), np.asarray(v)
+    assert jax.eval_shape(lambda q: attend(how, q, k, v), q[:, :0]).shape == (B, 0, H, V)
+    for out in once(lambda q: tuple(run(q, k, v)), q):
+        assert out.shape == (B, 2, H, V)
+        assert not out.any()
 
 
 def test_one_length_for_all():
     q, k, v = normal(B, 2, H, D), normal(B, S, K, D), normal(B, S, K, V)
-    found = decode_attention(q, k, v, 41, mask_mod=causal())
+    found = once(lambda q, k, v: decode_attention(q, k, v, 41, mask_mod=causal()), q, k, v)
     np.testing.assert_allclose(found, expected(q, k, v, jnp.full(B, 41), mask=causal()), atol=2e-6)
 
 
@@ -339,7 +374,6 @@ def test_a_mod_that_cannot_be_is_named(how, mods, message):
 
 
 OTHER = (np.zeros(S - 1, np.int32), np.zeros(S + 1, np.int32))
-LEAVES_OF_FOUR = np.array([-1, 0, 0, 1])
 
 
 @pytest.mark.parametrize("how", ["decode", "pages"])
@@ -354,7 +388,6 @@ LEAVES_OF_FOUR = np.array([-1, 0, 0, 1])
         (graph.of(np.eye(S - 1)), r"`graph\(words\)` has shape \[69, 3\]; .* it needs \[70, 3\]"),
         (block_sparse(np.eye(8, dtype=bool), 10), r"has shape \[8, 8\]; .* it needs \[7, 7\]"),
         (neighborhood((8, 9), 3), r"is of 72 points, and there are 70 queries"),
-        (tree(LEAVES_OF_FOUR, first=1), r"`tree\(parents\)` has shape \[4\]; .* \[at least 6\]"),
         (causal().slice(q=slice(0, 6)), r"has 6 places along q; .* it needs 70"),
         (documents(OTHER[1]).shift(q=3), r"`documents\(ids\)` has .*71\]; .* \[at least 73\]"),
         (lengths(jnp.ones(2, int)), r"`lengths\(kv\)` has shape \[2\]; .* it needs \[3\]"),
@@ -387,7 +420,7 @@ def test_a_text_longer_than_there_is_room_for_is_refused(how):
     assert np.isfinite(out[::2]).all()
 
 
-@pytest.mark.parametrize("split", ["heads", "batch"])
+@pytest.mark.parametrize("split", ["batch", pytest.param("heads", marks=pytest.mark.slow)])
 def test_inside_shard_map(split):
     """Each device has some heads, or some texts with lengths of their own; types are checked."""
     q, k, v = problem(2)
@@ -398,17 +431,3 @@ def test_inside_shard_map(split):
     specs = (of, of, of, jax.P() if split == "heads" else of)
     found = once(jax.shard_map(run, mesh=mesh, in_specs=specs, out_specs=of), q, k, v, lengths)
     np.testing.assert_allclose(found, once(run, q, k, v, lengths), atol=1e-6)
-
-
-def test_a_tree_of_tokens_behind_texts_of_different_lengths():
-    """Speculative decoding: queries are counted from the beginning of each text."""
-    rng = np.random.default_rng(0)
-    normal = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)
-    q, k, v = normal(2, 4, 4, 8), normal(2, 40, 2, 8), normal(2, 40, 2, 8)
-    parents, lengths = jnp.array([-1, 0, 0, 1]), jnp.array([20, 33])
-    mask = tree(parents, context=lengths - 4, first=lengths - 4)
-    out = decode_attention(q, k, v, lengths, mask_mod=mask)
-    for b, n in enumerate((20, 33)):
-        one = [x[b : b + 1] for x in (q, k[:, :n], v[:, :n])]
-        true = flex_attention(*one, mask_mod=tree(parents, context=n - 4))
-        np.testing.assert_allclose(out[b : b + 1], true, rtol=1e-5, atol=1e-6)

@@ -1,5 +1,7 @@
 """Masks say what they mean, combine, print as they are written, and travel through transforms."""
 
+import subprocess
+import sys
 from dataclasses import FrozenInstanceError
 from xml.etree import ElementTree
 
@@ -9,6 +11,7 @@ import numpy as np
 import pytest
 
 from xform.primitives.attention import flex_attention
+from xform.primitives.masks import _view as views
 from xform.primitives.masks import (
     bigbird,
     block_diagonal,
@@ -161,6 +164,7 @@ def test_neighborhoods(shape, window, options, order):
     np.testing.assert_array_equal(dense(mask, *true.shape), true)
 
 
+@pytest.mark.slow
 def test_tiles_and_curves_keep_a_neighborhood_in_fewer_tiles():
     rows, patches, curve = (
         show(neighborhood((64, 64), 17, order=order), 4096, tile=64).live
@@ -408,6 +412,79 @@ def test_a_view_is_drawn_in_three_ways():
     colours = np.unique(ax.images[0].get_array().reshape(-1, 3), axis=0)
     assert len(colours) > 3, "partial tiles are shaded by what is seen of them"
     assert view.plot(ax) is ax
+
+
+@pytest.fixture
+def small_pictures(monkeypatch):
+    """Pictures of at most 4 by 4 cells, made of strips of a few tiles."""
+    monkeypatch.setattr(views, "_PIXELS", 4)
+    monkeypatch.setattr(views, "_AT_ONCE", 40)
+
+
+@pytest.mark.usefixtures("small_pictures")
+def test_a_long_view_is_made_of_strips_and_cells():
+    mask = (causal() | prefix(5)) & documents(np.arange(90) // 40)
+    view = mask.show(90, tile=(4, 8))
+    whole = tiles_of(dense(mask, 90, 90), 4, 8)
+    assert view.group == (6, 3)
+    kinds = np.array([[group_kind(whole, i, j) for j in range(4)] for i in range(4)])
+    np.testing.assert_array_equal(view.kinds, kinds)
+    assert len(np.unique(kinds)) == 3
+    assert view.pairs == dense(mask, 90, 90).sum()
+    assert view.counts == {"full": (whole == 2).sum(), "partial": (whole == 1).sum(),
+                           "empty": (whole == 0).sum()}  # fmt: skip
+    assert view.exact
+    assert "6 x 3 a cell" in repr(view)
+
+
+def tiles_of(seen, rows, cols):
+    """The kind of each tile of a dense mask."""
+    t, s = seen.shape
+    kind = lambda x: 0 if not x.any() else 2 if x.all() and x.size == rows * cols else 1
+    return np.array([[kind(seen[i : i + rows, j : j + cols]) for j in range(0, s, cols)]
+                     for i in range(0, t, rows)])  # fmt: skip
+
+
+def group_kind(tiles, i, j):
+    kinds = np.unique(tiles[6 * i : 6 * i + 6, 3 * j : 3 * j + 3])
+    return kinds[0] if len(kinds) == 1 else 1
+
+
+@pytest.mark.usefixtures("small_pictures")
+def test_of_many_partial_tiles_some_are_counted(monkeypatch):
+    mask = dilated(3)
+    monkeypatch.setattr(views, "_COUNTED", 30)
+    view = mask.show(120, tile=4)
+    assert not view.exact
+    assert "for about 33" in repr(view)
+    assert abs(view.pairs / dense(mask, 120, 120).sum() - 1) < 0.1
+    monkeypatch.setattr(views, "_COUNTED", 900)
+    assert mask.show(120, tile=4).pairs == dense(mask, 120, 120).sum()
+
+
+def test_a_view_of_a_million_tokens_is_small():
+    view = causal().show(2**20, tile=1024)
+    assert view.kinds.nbytes + view.shares.nbytes < 6e6
+    assert view.pairs == 2**20 * (2**20 + 1) // 2
+    assert view.counts["partial"] == 1024
+
+
+@pytest.mark.slow
+def test_the_memory_of_a_view_of_a_million_tokens():
+    program = """
+import resource
+from xform.primitives.masks import causal, sliding_window
+top = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3
+causal().show(512)
+before = top()
+for mask in (causal(), sliding_window(4096)):
+    view = mask.show(2**20)
+    repr(view), view._repr_html_()
+print(top() - before)
+"""
+    run = [sys.executable, "-c", program]
+    found = subprocess.run(run, capture_output=True, text=True, check=True)
+    assert float(found.stdout) < 100, f"{found.stdout} MB"
 
 
 def test_a_view_of_nothing():

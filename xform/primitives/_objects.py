@@ -6,9 +6,12 @@ scanned over and differentiated; its Python numbers and functions are structure,
 code. `variant` makes one of a class of a few lines.
 """
 
-from collections.abc import Callable, Sequence
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import MISSING, FrozenInstanceError, dataclass, fields
-from typing import Any, NamedTuple, dataclass_transform
+from typing import Any, ClassVar, NamedTuple, TypeGuard, dataclass_transform
 
 import jax
 import jax.numpy as jnp
@@ -34,7 +37,6 @@ class Shape(NamedTuple):
     h: int | None
     q: int | None
     k: int | None
-    new: int | None = None
 
 
 class AtLeast(int):
@@ -56,6 +58,28 @@ def blocks_of(places: int | None, size: int) -> int | None:
     return type(places)(-(-int(places) // size))
 
 
+# Whether a mod is called with positions in a text, as decoding does, and not with rows of q.
+_IN_TEXT: ContextVar[bool] = ContextVar("in_text", default=False)
+
+
+@contextmanager
+def in_text(yes: bool = True) -> Iterator[None]:
+    """Within, queries are counted from the beginning of a text, as its keys are.
+
+    Few masks ask (`is_in_text`): those whose queries are counted from elsewhere otherwise.
+    """
+    before = _IN_TEXT.set(yes)
+    try:
+        yield
+    finally:
+        _IN_TEXT.reset(before)
+
+
+def is_in_text() -> bool:
+    """Whether the queries of a mod are counted from the beginning of a text."""
+    return _IN_TEXT.get()
+
+
 class _Object:
     """Printed as it is written, `name(value, name=value)`, arrays by their types; set only once."""
 
@@ -73,11 +97,19 @@ class _Object:
         value = getattr(self, f.name)
         if f.default is not MISSING and value is f.default:
             return ""
-        return _named(f.name, value) if f.kw_only or _is_array(value) else str(value)
+        return _named(f.name, value) if f.kw_only or _is_array(value) else _text(value)
 
 
 def _named(name: str, value) -> str:
-    return f"{name}: {_type(value)}" if _is_array(value) else f"{name}={value}"
+    return f"{name}: {_type(value)}" if _is_array(value) else f"{name}={_text(value)}"
+
+
+def _text(value) -> str:
+    """A number as it is, those of a tuple that are arrays by their types."""
+    if not isinstance(value, tuple):
+        return str(value)
+    parts = [_type(x) if _is_array(x) else _text(x) for x in value]
+    return f"({', '.join(parts)}{',' * (len(parts) == 1)})"
 
 
 def _is_array(x) -> bool:
@@ -132,10 +164,26 @@ class Mod(_Object):
     is_compound = False
     """Whether an operator made it, so that its text needs brackets."""
 
+    whole: ClassVar[tuple[str, ...]] = ()
+    counts: ClassVar[tuple[str, ...]] = ()
+    positive: ClassVar[tuple[str, ...]] = ()
+    """Which fields are whole numbers, which of those positive, and which are positive numbers."""
+
+    def __post_init__(self):
+        for kind in _NUMBERS:
+            for name in getattr(self, kind):
+                _check_number(f"{type(self).__name__}({name})", getattr(self, name), kind)
+
     def misfits(self, shape: Shape) -> list[str]:
         """Returns in words which arrays are not made for attention of this shape."""
         parts = [getattr(self, f.name) for f in fields(self)]  # pyright: ignore[reportArgumentType]
-        return [words for x in parts if isinstance(x, Mod) for words in x.misfits(shape)]
+        wrong = [words for x in parts if isinstance(x, Mod) for words in x.misfits(shape)]
+        return wrong + [
+            f"`{type(self).__name__}({name})` has shape {list(np.shape(x))}; it must be a scalar: "
+            "give a layer or a member of a batch its own, by `scan` or `vmap` over the object"
+            for name in (*self.whole, *self.counts, *self.positive)
+            if np.ndim(x := getattr(self, name))
+        ]
 
     def shift[M](
         self: M, *, b: ArrayLike = 0, h: ArrayLike = 0, q: ArrayLike = 0, k: ArrayLike = 0
@@ -153,6 +201,8 @@ class Mod(_Object):
         (True, causal().shift(q=5))
         """
         given = {"b": b, "h": h, "q": q, "k": k}
+        for dim, n in given.items():
+            _check_number(f"shift({dim})", n, "whole")
         still = lambda n: isinstance(n, int) and n == 0
         return _moved(self, True, {dim: _steps(n) for dim, n in given.items() if not still(n)})
 
@@ -283,7 +333,10 @@ class Moved(Mod):
     def __call__(self, *args):
         *score, b, h, q_idx, kv_idx = args
         index = zip(self._moves(), (b, h, q_idx, kv_idx), strict=True)
-        return self.mod(*score, *(i if move is None else move(i) for move, i in index))
+        moved = [i if move is None else move(i) for move, i in index]
+        # Who moves the queries says where they are counted from.
+        with in_text(is_in_text() and self.q is None):
+            return self.mod(*score, *moved)
 
     def _moves(self) -> tuple:
         return self.b, self.h, self.q, self.k
@@ -291,15 +344,22 @@ class Moved(Mod):
     def misfits(self, shape):
         wrong = [
             f"`{self!r}` has {move.count} places along {dim}; with these q, k and v it needs {n}"
-            for dim, move, n in zip(Shape._fields, self._moves(), shape, strict=False)
+            for dim, move, n in zip(Shape._fields, self._moves(), shape, strict=True)
             if move is not None and move.count is not None and not fits(move.count, n)
         ]
-        moves = zip(self._moves(), shape, strict=False)
+        wrong += [
+            f"`{self!r}` moves {dim} by an array of shape {list(np.shape(move.start))}; it must be "
+            "a scalar: `slice` takes a list of places"
+            for dim, move in zip(Shape._fields, self._moves(), strict=True)
+            if isinstance(move, _steps) and np.ndim(move.start)
+        ]
+        moves = zip(self._moves(), shape, strict=True)
         inner = Shape(*(n if move is None else move.reach(n) for move, n in moves))
-        return wrong + self.mod.misfits(inner._replace(new=shape.new if self.q is None else None))
+        with in_text(is_in_text() and self.q is None):
+            return wrong + self.mod.misfits(inner)
 
     def __repr__(self):
-        moves = list(zip(Shape._fields, self._moves(), strict=False))
+        moves = list(zip(Shape._fields, self._moves(), strict=True))
         if self.shifted:
             shown = [_named(dim, move.start) for dim, move in moves if move is not None]
             return f"{bracketed(self.mod)}.shift({', '.join(shown)})"
@@ -314,6 +374,66 @@ class Moved(Mod):
 def bracketed(x: Mod) -> str:
     """A mod object as text, in brackets where an operator made it."""
     return f"({x!r})" if x.is_compound else repr(x)
+
+
+# ---- Numbers -------------------------------------------------------------------------------------
+
+
+class _Kind(NamedTuple):
+    """What a number must be: in words, of which dtypes, and how large."""
+
+    words: str
+    dtype: type
+    allows: Callable[[Any], Any]
+
+
+_NUMBERS = {
+    "whole": _Kind("a whole number", np.integer, lambda x: True),
+    "counts": _Kind("a positive whole number", np.integer, lambda x: x >= 1),
+    "positive": _Kind("a positive number", np.number, lambda x: x > 0),
+}
+
+
+def _check_number(name: str, x: Any, kind: str) -> None:
+    """Raises if `x` is not of the kind; of arrays, which may be traced, the dtype counts alone."""
+    words, dtype, allows = _NUMBERS[kind]
+    if isinstance(x, int | float | np.generic):
+        is_one = np.issubdtype(np.asarray(x).dtype, dtype)
+        if is_one and not allows(x):
+            raise ValueError(f"`{name}` is {x}; it must be {words}.")
+    else:
+        is_one = hasattr(x, "dtype") and jnp.issubdtype(x.dtype, dtype)
+    if not is_one:
+        found = _type(x) if hasattr(x, "dtype") else f"{x!r}, a {type(x).__name__}"
+        raise TypeError(f"`{name}` is {found}; it must be {words}, which may be a traced array.")
+
+
+def known(x) -> TypeGuard[int | float]:
+    """Whether `x` is a number of Python's, as opposed to an array, which may be traced."""
+    return isinstance(x, int | float)
+
+
+def static(name: str, x: Any, *, least: int = 1) -> int:
+    """Returns a number that is, or sets, the size of an array.
+
+    Raises:
+      TypeError: it is traced, or no whole number.
+      ValueError: it is less than `least`.
+    """
+    if isinstance(x, Tracer):
+        raise TypeError(
+            f"`{name}` is traced, {_type(x)}, and it sets the size of an array, which a program "
+            "has before it runs: pass a Python number, by `static_argnums` or a closure."
+        )
+    try:
+        n = operator.index(x)
+    except TypeError:
+        raise TypeError(
+            f"`{name}` is {x!r}, a {type(x).__name__}; it must be a whole number."
+        ) from None
+    if n < least:
+        raise ValueError(f"`{name}` is {n}; it must be at least {least}.")
+    return n
 
 
 # ---- Arrays that may lead with a batch dimension -------------------------------------------------
@@ -337,6 +457,13 @@ def of_batch(name: str, x: ArrayLike, b, dims: str = "") -> Callable:
         )
     lead = (b,) if x.ndim > len(dims) else ()
     return lambda *index: x[(*lead, *index)]
+
+
+def not_whole(name: str, x: ArrayLike) -> list[str]:
+    """Returns in words that `x` has no integers."""
+    dtype = jnp.result_type(x)
+    right = jnp.issubdtype(dtype, jnp.integer)
+    return [] if right else [f"`{name}` has dtype {dtype}; it needs integers"]
 
 
 def misfit(name: str, x: ArrayLike, sizes: Sequence[int | None], batch: int | None) -> list[str]:

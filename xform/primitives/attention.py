@@ -16,6 +16,7 @@ a second time, with its own derivative.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple, TypedDict, Unpack, overload
@@ -38,7 +39,8 @@ from xform.primitives._objects import Mod, Shape
 from xform.primitives._own import of_context, of_reads
 from xform.primitives._rules import add_hidden_dim, broadcast_like, hidden_sizes, join_axes
 from xform.primitives._split import Layout, Layouts, splittable
-from xform.primitives.block_map import block_map, unbounded
+from xform.primitives._undecided import remark
+from xform.primitives.block_map import block_map
 from xform.primitives.tile_sum import tile_sum
 
 
@@ -211,8 +213,9 @@ def which(
       aux, **options: as for `flex_attention`.
 
     Returns:
-      `(name, why)`, on the device where such arrays are put by default. If the mask has operations
-      that tell the analysis of tiles nothing, `why` names them and the cost.
+      `(name, why)`, on the device where such arrays are put by default. If there are tiles that the
+      analysis of a mask can't decide, `why` names the operations that defeat it, how many tiles are
+      evaluated pair by pair for them, and the memory that takes.
 
     Raises:
       NotImplementedError: if what was asked for by name can't run, with all reasons.
@@ -224,7 +227,7 @@ def which(
     Choice(name='blockwise', why='asked for by name')
     """
     scale = options.get("scale")
-    spec, captures, _ = _traced(
+    spec, captures, context = _traced(
         q, options.get("score_mod"), options.get("mask_mod"),
         q.shape[-1] ** -0.5 if scale is None else scale, float(options.get("dropout_rate", 0.0)),
     )  # fmt: skip
@@ -238,14 +241,33 @@ def which(
         choice = choose_for_sum(asked, fn, (q, None, None, k, v), device)
     else:
         choice = choose(asked, spec, q.shape, *v.shape[1::2], peak="max" in aux, device=device)
-    lost = [] if mask is None else unbounded(mask)
-    if not lost:
+    if mask is None:
         return choice
-    return choice._replace(
-        why=f"{choice.why}; in `mask_mod`, {', '.join(lost)} can be anything, as far as the "
-        "analysis of tiles knows: those that nothing else decides are evaluated pair by pair "
-        f"before the call, up to {q.shape[1] * k.shape[1]:,} pairs for each map"
-    )
+    sizes = _map_sizes(choice.name, spec, captures, context, q, k, v, device)
+    words = remark(mask, **sizes) if sizes else ""
+    return choice._replace(why="; ".join(filter(None, (choice.why, words))))
+
+
+def _map_sizes(name: str, spec: Spec, captures, context, q, k, v, device) -> dict[str, int]:
+    """How many maps of tiles a call makes, and the sizes that `block_map` takes; none if none."""
+    t, s = q.shape[1], k.shape[1]
+    if name == "reference" or 0 in (*q.shape, *k.shape):
+        return {}
+    if name == "mosaic_gpu":
+        from xform.lowering.mosaic_gpu._attend import programs
+        from xform.lowering.mosaic_gpu._tuning import tiles_of
+
+        tiles = tiles_of(programs(spec), s, q.shape[-1], v.shape[-1], device.kind)
+        sizes = (tiles.rows, tiles.cols)
+        each = zip("bh", (q.shape[0], q.shape[2]), strict=True)
+        maps = math.prod(n for dim, n in each if dim in spec.mask_dims)
+    else:
+        operands = (q, k, v, *captures, *context)
+        units, row, col = blockwise._plan(spec, 0, q, k, operands, context, False)
+        maps, sizes = math.prod(units.sizes), (row.tile, col.tile)
+        if row.count == col.count == 1:
+            return {}
+    return {"maps": maps, "q_len": t, "kv_len": s, "q_tile": sizes[0], "kv_tile": sizes[1]}
 
 
 def _key_data(key):

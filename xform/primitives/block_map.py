@@ -23,12 +23,12 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
-from jax.interpreters import partial_eval as pe
-from jaxtyping import Float, Int8
+from jaxtyping import Bool, Float, Int8
 
 from xform._compat import Jaxpr, JaxprEqn, jaxpr_as_fun
-from xform.jaxpr import eqn_rule, interpret, source_line
+from xform.jaxpr import eqn_rule, interpret
 from xform.lowering._spec import EMPTY, FULL, PARTIAL
 from xform.primitives._intervals import RULES, Interval, default, interval
 from xform.primitives._reads import READS, hull
@@ -37,6 +37,8 @@ from xform.primitives._reads import READS, hull
 _AT_ONCE, _SIDE = 2**18, 64
 # Pairs that are evaluated at a time.
 _PAIRS = 2**18
+# The code of a tile that is undecided.
+_MARK = np.int8(3)
 
 
 class _Grid(NamedTuple):
@@ -103,13 +105,26 @@ def block_map(
         return jnp.zeros(grid.sizes, jnp.int8)
     if mask is None or not exact:
         return _analysis(grid)(_all)
-    if math.prod(grid.sizes) <= _AT_ONCE:
-        return _decided(grid, _analysis(grid)(_all), (0, 0))
-    # Under vmap one after the other: a batched loop would copy all maps in each of its steps.
-    run = jax.custom_batching.sequential_vmap(
-        lambda b, h, *captures: _by_blocks(grid._replace(b=b, h=h, captures=captures))
-    )
-    return run(grid.b, grid.h, *captures)
+    return _looked_into(grid, _decided)
+
+
+def undecided(
+    mask: Jaxpr, captures: Sequence[Array], *, b: Array | int, h: Array | int,
+    q_len: int, kv_len: int, q_tile: int, kv_tile: int,
+) -> Bool[Array, "rows cols"]:  # fmt: skip
+    """Says of each tile whether nothing but all of its pairs decides what it is.
+
+    Arguments as of `block_map`.
+
+    >>> i = jnp.int32(0)
+    >>> some = jax.make_jaxpr(lambda b, h, q, k: (q - k) % 3 == 1)(i, i, i, i)
+    >>> sizes = {"q_len": 9, "kv_len": 9, "q_tile": 4, "kv_tile": 4}
+    >>> undecided(some, (), b=0, h=0, **sizes).tolist()[0]
+    [True, True, False]
+    """
+    grid = _Grid(mask, captures, jnp.int32(b), jnp.int32(h), (q_len, kv_len), (q_tile, kv_tile))
+    mark = lambda grid, codes, first: jnp.where(_open(grid, codes, first)[0], _MARK, codes)
+    return _looked_into(grid, mark) == _MARK
 
 
 def density(kinds: Int8[Array, "*dims rows cols"]) -> Float[Array, "*dims"]:
@@ -149,41 +164,6 @@ def _analysis(grid: _Grid, padded: tuple[int, ...] | None = None) -> Callable:
         return jnp.broadcast_to(code, whole.shape).astype(jnp.int8)
 
     return codes
-
-
-def unbounded(mask: Callable) -> list[str]:
-    """Returns the operations of a mask, with their lines, of whose results nothing is proven.
-
-    >>> lost = unbounded(lambda b, h, q_idx, kv_idx: jnp.sin(q_idx * 0.1) > kv_idx)
-    >>> [operation.partition(" (at ")[0] for operation in lost]
-    ['`sin`']
-    """
-    index = jax.ShapeDtypeStruct((), jnp.int32)
-    jaxpr = jax.make_jaxpr(mask)(*[index] * 4)
-    lost: dict[str, None] = {}
-
-    def noted(rule: Callable | None):
-        def run(eqn: JaxprEqn, *args):
-            if not any(isinstance(x, Interval) for x in args):
-                return eqn.primitive.bind(*args, **eqn.primitive.get_bind_params(eqn.params))
-            out = rule(*args, **eqn.params) if rule else default(eqn, *args)
-            moving = any(isinstance(x, Interval) and x.tiles != (1, 1) for x in args)
-            # What follows the tiles and comes out the same for all of them was given up.
-            if moving and all(x.tiles == (1, 1) for x in (out if isinstance(out, list) else [out])):
-                lost[f"`{eqn.primitive.name}` (at {source_line(eqn)})"] = None
-            return out
-
-        return run
-
-    def run(*captures):
-        sides = (jnp.zeros((2, 1), jnp.int32), jnp.zeros((1, 3), jnp.int32))
-        q, k = (Interval(x, x + 9) for x in sides)
-        rules = {key: eqn_rule(noted(rule)) for key, rule in (RULES | READS).items()}
-        flat = pe.convert_constvars_jaxpr(jaxpr.jaxpr)
-        interpret(flat, rules, default=noted(None))(*captures, jnp.int32(0), jnp.int32(0), q, k)
-
-    jax.eval_shape(run, *jaxpr.consts)  # nothing is computed
-    return list(lost)
 
 
 def _all(x: Interval) -> Interval:
@@ -252,10 +232,28 @@ def _mixed(args: Sequence) -> bool:
 # ---- Decisions -----------------------------------------------------------------------------------
 
 
+def _looked_into(grid: _Grid, look: Callable) -> Array:
+    """What `look(grid, codes, first)` makes of all that is proven."""
+    if math.prod(grid.sizes) <= _AT_ONCE:
+        return look(grid, _analysis(grid)(_all), (0, 0))
+    # Under vmap one after the other: a batched loop would copy all maps in each of its steps.
+    run = jax.custom_batching.sequential_vmap(
+        lambda b, h, *captures: _by_blocks(grid._replace(b=b, h=h, captures=captures), look)
+    )
+    return run(grid.b, grid.h, *grid.captures)
+
+
 def _decided(grid: _Grid, codes: Array, first: tuple) -> Array:
     """The codes `[R,C]` of the tiles from row and column `first` on, all of them decided."""
     if not grid.known:
         return codes
+    undecided, *starts = _open(grid, codes, first)
+    settle = partial(_settled, grid, *starts, undecided)
+    return lax.cond(jnp.any(undecided), settle, lambda codes: codes, codes)
+
+
+def _open(grid: _Grid, codes: Array, first: tuple) -> tuple[Array, Array, Array]:
+    """Which tiles are decided neither by proof nor at their corners, and where they start."""
     sides = zip(first, codes.shape, grid.tile, strict=True)
     q, k = ((i + jnp.arange(n, dtype=jnp.int32)) * tile for i, n, tile in sides)
     ends = [
@@ -264,10 +262,12 @@ def _decided(grid: _Grid, codes: Array, first: tuple) -> Array:
     ]
     (rows, cols), seen = codes.shape, _seen(grid, *ends)
     corners = [seen[i : i + rows, j : j + cols] for i in (0, rows) for j in (0, cols)]
-    differ = reduce(operator.or_, corners) & ~reduce(operator.and_, corners)
-    undecided = (codes == PARTIAL) & ~differ
-    settle = partial(_settled, grid, q, k, undecided)
-    return lax.cond(jnp.any(undecided), settle, lambda codes: codes, codes)
+    some, every = reduce(operator.or_, corners), reduce(operator.and_, corners)
+    inside = zip((q, k), grid.tile, grid.lengths, strict=True)
+    q_whole, k_whole = (start + tile <= length for start, tile, length in inside)
+    # A tile that sticks out is never full: there, one pair that is seen decides.
+    can_be_full = every & q_whole[:, None] & k_whole[None]
+    return (codes == PARTIAL) & (can_be_full | ~some), q, k
 
 
 def _settled(grid: _Grid, q: Array, k: Array, undecided: Array, codes: Array) -> Array:
@@ -305,7 +305,7 @@ def _seen(grid: _Grid, q: Array, k: Array) -> Array:
     return jax.vmap(jax.vmap(point, (None, 0)), (0, None))(*at)
 
 
-def _by_blocks(grid: _Grid) -> Array:
+def _by_blocks(grid: _Grid, look: Callable) -> Array:
     """A large map: proofs for blocks of tiles, then a look into those that are partial."""
     proven = _analysis(grid, tuple(n + -n % _SIDE for n in grid.sizes))
     rough = proven(_hulls)
@@ -314,7 +314,7 @@ def _by_blocks(grid: _Grid) -> Array:
     def step(n, kinds):
         first = tuple(x[n].astype(jnp.int32) * _SIDE for x in (rows, cols))
         codes = proven(partial(jax.tree.map, partial(_block, first=first)))
-        return lax.dynamic_update_slice(kinds, _decided(grid, codes, first), first)
+        return lax.dynamic_update_slice(kinds, look(grid, codes, first), first)
 
     kinds = jnp.repeat(jnp.repeat(rough, _SIDE, 0), _SIDE, 1)
     kinds = lax.fori_loop(0, jnp.sum(rough == PARTIAL, dtype=jnp.int32), step, kinds)

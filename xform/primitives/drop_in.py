@@ -6,13 +6,15 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
 from jaxtyping import Float
 
-from xform.primitives.attention import flex_attention
+from xform.primitives._objects import known
+from xform.primitives.attention import _check, flex_attention
 from xform.primitives.masks import Mask, as_mask, causal, full, lengths, sliding_window
-from xform.primitives.scores import alibi, softcap
+from xform.primitives.scores import alibi, as_score, softcap
 
 
 def flash_attention(
@@ -21,9 +23,9 @@ def flash_attention(
     v: Float[Array, "B S K V"],
     *,
     causal: bool = False,
-    window: int | Sequence[int | None] | None = None,
-    softcap: float = 0.0,
-    alibi_slopes: Float[Array, " H"] | None = None,
+    window: ArrayLike | Sequence[ArrayLike | None] | None = None,
+    softcap: ArrayLike = 0.0,
+    alibi_slopes: Float[Array, " H"] | Float[Array, "B H"] | None = None,
     **options: Any,
 ) -> Any:
     """Returns attention with the options of flash-attn, as its `flash_attn_func` means them.
@@ -35,40 +37,100 @@ def flash_attention(
       q, k, v: as of `flex_attention`.
       causal: whether a query sees no later key.
       window: `(left, right)`: a query sees so many keys before and after its own; -1 or None for
-        all of them, one number for both.
+        all of them, one number for both. They may be traced.
       softcap: if not 0, scores become `softcap tanh(score / softcap)`.
-      alibi_slopes: `[H]`: what a score loses for each position between query and key.
+      alibi_slopes: `[H]` or `[B,H]`: what a score loses for each position between query and key.
       **options: those of `flex_attention`, such as `scale`, `aux`, `dropout_rate`.
 
     Returns:
       What `flex_attention` returns.
 
+    Raises:
+      TypeError: on a window that is none, or an option of another name.
+      ValueError: on shapes and dtypes that do not fit.
+
     >>> q, k, v = jnp.ones((3, 1, 64, 4, 16))
     >>> flash_attention(q, k, v, causal=True, window=(16, 0)).shape
     (1, 64, 4, 16)
     """
+    _check_options(options, causal)
+    _check(q, k, v, None, 0.0, None, (), None, caller="flash_attention")
     at = q.shape[1], k.shape[1]
+    needed = [q.shape[2]], [q.shape[0], q.shape[2]]
+    if alibi_slopes is not None and list(jnp.shape(alibi_slopes)) not in needed:
+        raise ValueError(
+            f"flash_attention: `alibi_slopes` has shape {jnp.shape(alibi_slopes)}; needed is [H] "
+            f"or [B,H], here {needed[0]} or {needed[1]}."
+        )
     mask, score = _band(*at, causal, window), _modified(*at, softcap, alibi_slopes)
     return flex_attention(q, k, v, mask_mod=mask, score_mod=score, **options)
 
 
+# What flash-attn's options are here.
+_OPTIONS = {
+    "window_size": "`window`",
+    "softmax_scale": "`scale`",
+    "dropout_p": "`dropout_rate`, with a `dropout_key`",
+    "return_attn_probs": '`aux=("lse",)`: weights are never made',
+    "return_softmax_lse": '`aux=("lse",)`',
+    "mask_mod": "an argument of `flex_attention`, of which this is one line",
+    "score_mod": "an argument of `flex_attention`, of which this is one line",
+}
+
+
+def _check_options(options, is_causal) -> None:
+    if wrong := [f"`{name}` is {_OPTIONS[name]}" for name in options if name in _OPTIONS]:
+        raise TypeError(f"flash_attention: {'; '.join(wrong)}.")
+    if not isinstance(is_causal, bool | np.bool_):
+        raise TypeError(
+            f"flash_attention: `causal` is {is_causal!r}; it must be True or False, and not "
+            "traced: a mask that changes inside a program has traced numbers, "
+            "`window=(-1, right)`."
+        )
+
+
+def _sides(caller: str, name: str, window) -> tuple:
+    """The two numbers of a window, or None for each that is not given."""
+    pair = tuple(window) if isinstance(window, tuple | list) else (window, window)
+    one = lambda n: (
+        n is None or (np.ndim(n) == 0 and jnp.issubdtype(jnp.result_type(n), jnp.integer))
+    )
+    if len(pair) != 2 or any(isinstance(n, str) or not one(n) for n in pair):
+        is_array = not isinstance(window, tuple | list) and np.ndim(window)
+        found = f"an array of shape {list(np.shape(window))}" if is_array else repr(window)
+        raise TypeError(
+            f"{caller}: `{name}` is {found}; needed is a whole number for both sides or a pair "
+            "`(left, right)` of them, each a Python number or a scalar array."
+        )
+    return pair
+
+
 def _band(t: int, s: int, is_causal: bool, window) -> Mask | None:
     """FlashAttention's mask of T queries at the end of S keys."""
-    left, right = window if isinstance(window, Sequence) else (window, window)
-    bounded = lambda n: n is not None and n >= 0
+    sides = _sides("flash_attention", "window", window)
+    reach = lambda n: t + s if n is None else n if n >= 0 else t + s
+    if not all(n is None or known(n) for n in sides):
+        reach = lambda n: t + s if n is None else jnp.where(jnp.asarray(n) < 0, t + s, n)
+    left, right = map(reach, sides)
     mask = causal() if is_causal else full()
-    if bounded(left) or bounded(right):
-        mask &= sliding_window(
-            left + 1 if bounded(left) else t + s, right=right if bounded(right) else t + s
-        )
-    plain = not is_causal and not bounded(left) and not bounded(right)
-    return None if plain else mask.shift(q=s - t)
+    bounded = any(not (known(n) and n == t + s) for n in (left, right))
+    if bounded:
+        mask &= sliding_window(left + 1, right=right)
+    return mask.shift(q=s - t) if bounded or is_causal else None
 
 
-def _modified(t: int, s: int, cap: float, slopes):
+def _modified(t: int, s: int, cap: ArrayLike, slopes):
     """FlashAttention's score, or None."""
-    bias = None if slopes is None else alibi(slopes).shift(q=s - t)
-    if not cap:
+    bias = None
+    slopes = None if slopes is None else jnp.asarray(slopes)
+    if slopes is not None and jnp.ndim(slopes) == 2:
+        bias = as_score(
+            lambda x, b, h, q, k: jnp.subtract(x, slopes[b, h] * jnp.abs(jnp.subtract(q, k)))
+        )
+    elif slopes is not None:
+        bias = alibi(slopes)
+    bias = None if bias is None else bias.shift(q=s - t)
+    if known(cap) and not cap:
         return bias
     return softcap(cap) if bias is None else softcap(cap) >> bias
 
@@ -84,7 +146,7 @@ def dot_product_attention(
     is_causal: bool = False,
     query_seq_lengths: ArrayLike | None = None,
     key_value_seq_lengths: ArrayLike | None = None,
-    local_window_size: int | tuple[int, int] | None = None,
+    local_window_size: ArrayLike | Sequence[ArrayLike] | None = None,
     implementation: str | None = None,
     return_residual: bool = False,
 ) -> Any:
@@ -96,7 +158,7 @@ def dot_product_attention(
     may have a size of their own.
 
     Args:
-      query, key, value: `[B,T,N,H]`, `[B,S,K,H]`, `[B,S,K,V]`, or all without the `B`.
+      query, key, value: `[B,T,N,H]`, `[B,S,K,H]`, `[B,S,K,V]`; without the `B` it is 1.
       bias: added to the scores; broadcasts to `[B,N,T,S]`.
       mask: booleans, False hides; broadcasts to `[B,N,T,S]`.
       scale: factor on the products; `H ** -0.5` if None.
@@ -117,18 +179,19 @@ def dot_product_attention(
     (1, 64, 4, 16)
     """
     query, key, value = (jnp.asarray(x) for x in (query, key, value))
-    if query.ndim == 3:
-        query, key, value = (x[None] for x in (query, key, value))
-        one = lambda x: x[0]
-    else:
-        one = lambda x: x
+    given = query.shape[:-1]
+    query, key, value = (x.reshape((1,) * (4 - x.ndim) + x.shape) for x in (query, key, value))
+    _check(query, key, value, None, 0.0, None, (), implementation, caller="dot_product_attention")
     sees: Mask = causal() if is_causal else full()
     if local_window_size is not None:
-        left, right = (
-            local_window_size if isinstance(local_window_size, tuple) else (local_window_size,) * 2
-        )
+        left, right = _sides("dot_product_attention", "local_window_size", local_window_size)
         sees &= sliding_window(left + 1, right=right)
     if query_seq_lengths is not None or key_value_seq_lengths is not None:
+        for name, n in (
+            ("query_seq_lengths", query_seq_lengths),
+            ("key_value_seq_lengths", key_value_seq_lengths),
+        ):
+            _check_lengths(name, n, len(query))
         there = key.shape[1] if key_value_seq_lengths is None else key_value_seq_lengths
         sees &= lengths(there, query_seq_lengths)
     shape = (query.shape[0], query.shape[2], query.shape[1], key.shape[1])
@@ -139,7 +202,19 @@ def dot_product_attention(
         query, key, value, mask_mod=sees, scale=scale, implementation=implementation, aux=("lse",),
         score_mod=biased and (lambda s, *index: s + biased(*index)),
     )  # fmt: skip
-    return (one(out), one(aux.lse)) if return_residual else one(out)
+    out = out.reshape(*given, out.shape[-1])
+    return (out, jnp.reshape(jnp.asarray(aux.lse), given)) if return_residual else out
+
+
+def _check_lengths(name: str, n: ArrayLike | None, batch: int) -> None:
+    if n is None:
+        return
+    dtype, shape = jnp.result_type(n), jnp.shape(n)
+    if shape not in ((), (batch,)) or not jnp.issubdtype(dtype, jnp.integer):
+        raise ValueError(
+            f"dot_product_attention: `{name}` is {dtype}{list(shape)}; needed are integers, "
+            f"[{batch}] or a scalar."
+        )
 
 
 def _broadcastable(name: str, x: ArrayLike, shape: tuple[int, ...]) -> Array:

@@ -30,7 +30,7 @@ from xform._compat import varying_axes
 from xform.lowering._tile_fn import base, log_sum
 from xform.lowering.blockwise import inverse
 from xform.primitives._mods import take_apart
-from xform.primitives._objects import Shape
+from xform.primitives._objects import Shape, in_text, static
 from xform.primitives._rules import join_axes
 from xform.primitives.attention import Aux, _attend, _check, _check_mods, _with_sinks
 from xform.primitives.block_map import EMPTY, block_map
@@ -224,18 +224,24 @@ def paged_attention(
     )
 
 
-def _check_pages(q, k_pages, v_pages, page_table) -> None:
-    """Raises unless there are pages of keys, as many of values, and a row of numbers a text."""
-    ranks = [x.ndim for x in (k_pages, v_pages, page_table)] == [4, 4, 2]
-    whole = jnp.issubdtype(page_table.dtype, jnp.integer)
-    same = k_pages.shape[:2] == v_pages.shape[:2] and page_table.shape[:1] == q.shape[:1]
-    if not (ranks and whole and same and k_pages.shape[1]):
-        raise ValueError(
-            f"paged_attention: `page_table` has shape {page_table.shape} and dtype "
-            f"{page_table.dtype}, `k_pages` {k_pages.shape} and `v_pages` {v_pages.shape}; with q "
-            f"{q.shape} needed are integers [{q.shape[0] if q.ndim else 'B'}, M], [P, N, K, D] and "
-            "[P, N, K, V], with N > 0."
+def _check_pages(q, k_pages, v_pages, table) -> None:
+    """Raises if pages and their table do not fit together, or the queries."""
+    wrong = []
+    if table.ndim != 2 or q.ndim != 4 or table.shape[0] != q.shape[0]:
+        batch = q.shape[0] if q.ndim == 4 else "B"
+        wrong.append(
+            f"`page_table` has shape {table.shape}; with q {q.shape} needed is [{batch}, M], the "
+            "pages of each text"
         )
+    if not jnp.issubdtype(table.dtype, jnp.integer):
+        wrong.append(f"`page_table` has dtype {table.dtype}; needed are integers, page numbers")
+    if k_pages.ndim != 4 or k_pages.shape[:3] != v_pages.shape[:3] or not k_pages.shape[1]:
+        wrong.append(
+            f"`k_pages` has shape {k_pages.shape} and `v_pages` {v_pages.shape}; needed are "
+            "[P, N, K, D] and [P, N, K, V], P pages of N > 0 keys"
+        )
+    if wrong:
+        raise ValueError(f"paged_attention: {'; '.join(wrong)}.")
 
 
 def _pages_at(pool, numbers):
@@ -247,7 +253,9 @@ def _pages_at(pool, numbers):
 
 def _cut(q, k, splits: int | None, room: int) -> tuple[int, int]:
     """Into how many pieces a part of the keys is split, and how many keys each has."""
-    if splits is None:
+    if splits is not None:
+        static("splits", splits)
+    else:
         side_by_side = _SPLITS // max(1, q.shape[0] * k.shape[2])
         splits = max(1, min(side_by_side, room // _KEYS)) if jax.default_backend() == "gpu" else 1
     splits = max(1, min(splits, room))
@@ -262,8 +270,9 @@ def _over_parts(
     if unknown := [name for name in options["aux"] if name != "lse"]:
         raise ValueError(f"{caller}: `aux` asks for {unknown}; there is ['lse'].")
     # Queries and keys are counted from the beginning of a text: each has any of its positions.
-    shape = Shape(q.shape[0], q.shape[2], kept.length, kept.length, new=q.shape[1])
-    _check_mods(score_mod, mask_mod, options["scale"], shape, caller)
+    shape = Shape(q.shape[0], q.shape[2], kept.length, kept.length)
+    with in_text():
+        _check_mods(score_mod, mask_mod, options["scale"], shape, caller)
     seen = _named(partial(_seen, kept, lengths, q.shape[1], mask_mod), mask_mod)
     attend = partial(_part, q, kept, lengths, score_mod, seen, options)
     rows = q.shape[:3]
@@ -317,7 +326,10 @@ def _seen(kept: _Keys, lengths, new: int, mask_mod, b, h, t, position):
     """Whether the t-th of the new queries sees a position."""
     place = lengths[b] - new + t
     seen = (position < lengths[b]) & (place >= 0) & kept.exists(b, position)
-    return seen if mask_mod is None else _both(seen, mask_mod(b, h, place, position))
+    if mask_mod is None:
+        return seen
+    with in_text():
+        return _both(seen, mask_mod(b, h, place, position))
 
 
 def _both(seen, own):
@@ -350,7 +362,8 @@ def _part(q, kept: _Keys, lengths, score_mod, seen, options: dict, n):
 
     def score(s, b, h, i, j):
         b, position = at(b, j)
-        return score_mod(s, b, h, lengths[b] - new + i, position)
+        with in_text():
+            return score_mod(s, b, h, lengths[b] - new + i, position)
 
     scale = max(1, q.shape[-1]) ** -0.5 if options["scale"] is None else options["scale"]
     out, lse = _attend(

@@ -18,7 +18,7 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
 
-from xform.primitives._objects import Mod, Moved, misfit, variant
+from xform.primitives._objects import Mod, Moved, known, misfit, static, variant
 
 type ScoreMod = Callable[[ArrayLike, ArrayLike, ArrayLike, ArrayLike, ArrayLike], ArrayLike]
 """`score(s, b, h, q_idx, kv_idx) -> s`, a score object or a plain function, on scalars."""
@@ -108,6 +108,8 @@ class softcap(Score):
     cap: ArrayLike
     rtol: float | None = None
 
+    positive = ("cap",)
+
     def __call__(self, s, b, h, q_idx, kv_idx):
         cap = _of_head("softcap(cap)", self.cap, h)
         accuracy = self.rtol and lax.Tolerance(rtol=self.rtol)
@@ -129,6 +131,8 @@ class temperature(Score):
     """
 
     t: ArrayLike
+
+    positive = ("t",)
 
     def __call__(self, s, b, h, q_idx, kv_idx):
         return s / _of_head("temperature(t)", self.t, h)
@@ -159,6 +163,7 @@ class alibi(Score):
         >>> alibi.of(3).slopes.tolist()
         [0.0625, 0.00390625, 0.25]
         """
+        heads = static("alibi.of(heads)", heads)
         power = 2 ** int(math.log2(max(1, heads)))
         series = lambda n: 2.0 ** (-8 / n * np.arange(1, n + 1))
         return cls(jnp.asarray([*series(power), *series(2 * power)[::2]][:heads], jnp.float32))
@@ -193,7 +198,7 @@ class relative_bias(Score):
 
     def misfits(self, shape):
         wrong = misfit("relative_bias(table)", self.table, [None], shape.h)
-        size = np.shape(self.table)[-1]
+        size = (np.shape(self.table) or (1,))[-1]  # a table of no dimension is refused when called
         odd = f"`relative_bias(table)` has {size} entries, which must be 2 R + 1 for a reach of R"
         return wrong if size % 2 else [*wrong, odd]
 
@@ -208,7 +213,8 @@ class t5_bias(Score):
         table: `[N]`, or `[H,N]`: the bias of each of N buckets.
         bidirectional: whether keys after the query have the upper half of the buckets; else they
             count as the query's own, as in a decoder.
-        max_distance: from here on, all keys are in the last bucket.
+        max_distance: from here on, all keys are in the last bucket; more than half the buckets that
+            a direction has, which are exact.
 
     >>> bias = t5_bias(jnp.arange(32.0), bidirectional=False)
     >>> [float(bias(0.0, 0, 0, 200, k)) for k in (200, 185, 184, 170, 0)]
@@ -216,31 +222,45 @@ class t5_bias(Score):
     """
 
     table: ArrayLike
-    bidirectional: bool = field(default=True, kw_only=True)
-    max_distance: int = field(default=128, kw_only=True)
+    bidirectional: ArrayLike = field(default=True, kw_only=True)
+    max_distance: ArrayLike = field(default=128, kw_only=True)
+
+    positive = ("max_distance",)
 
     def __call__(self, s, b, h, q_idx, kv_idx):
         table = _table("t5_bias(table)", self.table, h)
         return s + table[self.bucket(kv_idx - q_idx, table.shape[0])]
 
-    def bucket(self, distance, buckets: int):
+    def bucket(self, distance, buckets):
         """The bucket of a key that lies `distance` after its query."""
-        first = 0
-        if self.bidirectional:
-            buckets //= 2
-            first = jnp.where(distance > 0, buckets, 0)
-            distance = jnp.abs(distance)
-        else:
-            distance = jnp.maximum(-distance, 0)
+        is_two_sided = self.bidirectional
+        pick = lambda yes, no: jnp.where(is_two_sided, yes, no)
+        if known(is_two_sided):
+            pick = lambda yes, no: yes if is_two_sided else no
+        first = pick(jnp.where(distance > 0, buckets // 2, 0), 0)
+        distance = pick(jnp.abs(distance), jnp.maximum(-distance, 0))
+        buckets = pick(buckets // 2, buckets)
         exact = buckets // 2
         # T5 computes in float32, and so where a bucket ends is decided there.
         far = jnp.log(jnp.maximum(distance, 1).astype(jnp.float32) / exact)
-        far = far / math.log(self.max_distance / exact) * (buckets - exact)
+        far = far / self._reach(exact) * (buckets - exact)
         far = jnp.minimum(exact + far.astype(jnp.int32), buckets - 1)
         return first + jnp.where(distance < exact, distance, far)
 
+    def _reach(self, exact):
+        """The logarithm of how much further the last bucket begins than the first inexact one."""
+        if not known(self.max_distance) or not known(exact):
+            return jnp.log(self.max_distance / exact)
+        if not 0 < exact < self.max_distance:
+            raise ValueError(
+                f"`t5_bias(max_distance={self.max_distance})`, of whose buckets the first {exact} "
+                "of a direction are exact: needed is a larger distance, and two buckets at least "
+                "for each direction."
+            )
+        return math.log(self.max_distance / exact)
+
     def misfits(self, shape):
-        return misfit("t5_bias(table)", self.table, [None], shape.h)
+        return misfit("t5_bias(table)", self.table, [None], shape.h) + super().misfits(shape)
 
 
 @variant

@@ -62,7 +62,7 @@ TANH_APPROX = 2.0**-11
 def _tanh(x, *, accuracy=None, **_):
     """By a rational function: the unit that makes exponentials, and tanh, is the narrow one.
 
-    The hardware's own is for those who ask for no more: `lax.tanh(x, accuracy=Tolerance(rtol=...))`.
+    The hardware's own is for those who allow its error, by `lax.tanh(x, accuracy=...)`.
     """
     if isinstance(accuracy, lax.Tolerance) and accuracy.rtol >= TANH_APPROX:
         return lax.tanh(x)

@@ -5,7 +5,7 @@ from dataclasses import field
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from xform.primitives._objects import misfit, of_batch, variant
+from xform.primitives._objects import is_in_text, misfit, of_batch, variant
 from xform.primitives.masks._mask import Mask
 
 
@@ -26,7 +26,11 @@ class causal(Mask):
     """A query sees its own key and those before it: `q_idx + offset >= kv_idx`.
 
     Args:
-        offset: the position of query 0 among the keys, as in decoding with a cache; a scalar.
+        offset: the position of query 0 among the keys, where queries are counted from 0; a scalar.
+
+    Raises:
+        ValueError: there is an offset where queries are positions anyway, in `decode_attention` and
+            `paged_attention`: the two would add up.
 
     >>> causal()(0, 0, 2, 3), causal(offset=1)(0, 0, 2, 3)
     (False, True)
@@ -34,11 +38,19 @@ class causal(Mask):
 
     offset: ArrayLike = field(default=0, kw_only=True)
 
+    whole = ("offset",)
+
     def __call__(self, b, h, q_idx, kv_idx):
+        if is_in_text() and not (isinstance(self.offset, int) and self.offset == 0):
+            raise ValueError(
+                f"`{self!r}` says where query 0 stands, and in decoding queries are counted from "
+                "the beginning of their text anyway: write `causal()`; a mask that is meant to be "
+                f"moved further is `causal().shift(q={self.offset})`."
+            )
         return q_idx + self.offset >= kv_idx
 
 
-def causal_lower_right(queries: int, keys: int) -> Mask:
+def causal_lower_right(queries: ArrayLike, keys: ArrayLike) -> Mask:
     """Returns the causal mask under which the last query sees the last key.
 
     `causal()` starts in the upper left corner instead: query 0 sees key 0 alone. The two are the
@@ -51,7 +63,7 @@ def causal_lower_right(queries: int, keys: int) -> Mask:
     >>> causal_lower_right(2, 5)
     causal(offset=3)
     """
-    return causal(offset=keys - queries)
+    return causal(offset=keys - queries)  # pyright: ignore[reportOperatorIssue]
 
 
 @variant
@@ -73,6 +85,8 @@ class sliding_window(Mask):
     size: ArrayLike
     right: ArrayLike = field(default=0, kw_only=True)
 
+    whole = ("size", "right")
+
     def __call__(self, b, h, q_idx, kv_idx):
         return jnp.logical_and(kv_idx > q_idx - self.size, kv_idx <= q_idx + self.right)
 
@@ -91,6 +105,8 @@ class dilated(Mask):
     """
 
     step: ArrayLike
+
+    counts = ("step",)
 
     def __call__(self, b, h, q_idx, kv_idx):
         return (q_idx - kv_idx) % self.step == 0
@@ -126,6 +142,8 @@ class block_diagonal(Mask):
 
     size: ArrayLike
 
+    counts = ("size",)
+
     def __call__(self, b, h, q_idx, kv_idx):
         return q_idx // self.size == kv_idx // self.size
 
@@ -142,6 +160,8 @@ class global_tokens(Mask):
     """
 
     n: ArrayLike
+
+    whole = ("n",)
 
     def __call__(self, b, h, q_idx, kv_idx):
         return (q_idx < self.n) | (kv_idx < self.n)

@@ -11,7 +11,17 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from xform.primitives._objects import AtLeast, blocks_of, misfit, of_batch, variant
+from xform.primitives._objects import (
+    AtLeast,
+    blocks_of,
+    is_in_text,
+    known,
+    misfit,
+    not_whole,
+    of_batch,
+    static,
+    variant,
+)
 from xform.primitives.masks._bands import global_tokens
 from xform.primitives.masks._mask import Mask
 
@@ -45,13 +55,20 @@ class documents(Mask):
         Args:
           offsets: ascending integers `[N + 1]`: document n is `offsets[n]:offsets[n + 1]`. What
             lies before the first and behind the last is padding.
-          length: how many positions there are.
+          length: how many positions there are; a Python number, since it is the size of the ids.
           **options: as of `documents`.
 
         >>> documents.from_offsets(jnp.array([0, 2, 5]), 6).ids.tolist()
         [0, 0, 1, 1, 1, -1]
         """
         offsets = jnp.asarray(offsets)
+        if offsets.ndim != 1 or not jnp.issubdtype(offsets.dtype, jnp.integer):
+            raise ValueError(
+                f"`documents.from_offsets(offsets)` is {offsets.dtype}{list(offsets.shape)}; "
+                "needed are integers [N + 1], where each document begins and the last one ends: of "
+                "lengths, `jnp.append(0, jnp.cumsum(lengths))`."
+            )
+        length = static("documents.from_offsets(length)", length, least=0)
         ids = jnp.searchsorted(offsets, jnp.arange(length), side="right").astype(jnp.int32) - 1
         return cls(jnp.where(ids < offsets.shape[0] - 1, ids, -1), **options)
 
@@ -63,7 +80,8 @@ class documents(Mask):
         return same if self.padding is None else same & (own != self.padding)
 
     def misfits(self, shape):
-        wrong = misfit("documents(ids)", self.ids, [shape.q], shape.b)
+        wrong = not_whole("documents(ids)", self.ids)
+        wrong += misfit("documents(ids)", self.ids, [shape.q], shape.b)
         if self.kv_ids is not None:
             return wrong + misfit("documents(kv_ids)", self.kv_ids, [shape.k], shape.b)
         exact = not any(n is None or isinstance(n, AtLeast) for n in (shape.q, shape.k))
@@ -110,13 +128,14 @@ class graph(Mask):
         Args:
           senders, receivers: integers `[E]`, or `[B,E]` for a batch of graphs; edges of a node that
             is negative or not below `nodes` are padding.
-          nodes: how many positions a sequence has. A byte for each pair of them is needed for a
-            while.
+          nodes: how many positions a sequence has, a Python number. A byte for each pair of them
+            is needed for a while.
 
         >>> mask = graph.from_edges(jnp.array([0, 1, -1]), jnp.array([2, 2, -1]), 3)
         >>> [bool(mask(0, 0, 2, k)) for k in range(3)]
         [True, True, False]
         """
+        nodes = static("graph.from_edges(nodes)", nodes, least=0)
         place = lambda x: jnp.where((x >= 0) & (x < nodes), x, nodes)
 
         def dense(senders, receivers):
@@ -124,12 +143,25 @@ class graph(Mask):
             return none.at[place(receivers), place(senders)].set(True, mode="drop")
 
         senders, receivers = jnp.asarray(senders), jnp.asarray(receivers)
+        if senders.shape != receivers.shape or senders.ndim == 0:
+            raise ValueError(
+                f"`graph.from_edges` has senders {list(senders.shape)} and receivers "
+                f"{list(receivers.shape)}; needed are as many, [E] or [B,E]."
+            )
         return cls.of(jnp.vectorize(dense, signature="(e),(e)->(n,n)")(senders, receivers))
 
     def __call__(self, b, h, q_idx, kv_idx):
-        return _bit(of_batch("graph(words)", self.words, b, "TW"), q_idx, kv_idx)
+        words = jnp.asarray(self.words)
+        if words.dtype != jnp.uint32:
+            raise TypeError(
+                f"`graph(words)` has dtype {words.dtype}; it must be uint32, 32 keys in a word: of "
+                "a matrix, write `graph.of(matrix)`."
+            )
+        return _bit(of_batch("graph(words)", words, b, "TW"), q_idx, kv_idx)
 
     def misfits(self, shape):
+        if jnp.result_type(self.words) != jnp.uint32:
+            return []  # refused with a better word where the mask is called
         sizes = [shape.q, blocks_of(shape.k, 32)]
         return misfit("graph(words)", self.words, sizes, shape.b)
 
@@ -142,11 +174,13 @@ class tree(Mask):
     of the text and then the tokens of the tree, which are the queries.
 
     Args:
-        parents: integers `[T]`, or `[B,T]`: which token of the tree each one follows; negative for
+        parents: integers `[N]`, or `[B,N]`: which token of the tree each one follows; negative for
             those that follow the text itself.
         context: how many keys come before the tree: a scalar, or `[B]`. Keys behind it are hidden.
-        first: the position of the tree's first query: a scalar, or `[B]`. It is `context` where
-            queries are counted from the beginning of a text, as `decode_attention` does.
+        first: the index of the tree's first query: a scalar, or `[B]`. None where a call knows it:
+            `flex_attention` has the tree's N queries, so that it is 0, and `decode_attention` and
+            `paged_attention` count them from the beginning of their text, so that it is `context`.
+            Queries before it are of the text, and see what came before them.
 
     Raises:
         ValueError: parents have another number of dimensions.
@@ -158,22 +192,33 @@ class tree(Mask):
 
     parents: ArrayLike
     context: ArrayLike = field(default=0, kw_only=True)
-    first: ArrayLike = field(default=0, kw_only=True)
+    first: ArrayLike | None = field(default=None, kw_only=True)
 
     def __call__(self, b, h, q_idx, kv_idx):
-        of_batch("tree(parents)", self.parents, b, "T")  # refuses other numbers of dimensions
-        node = kv_idx - of_batch("tree(context)", self.context, b)()
-        ancestors = of_batch("tree(parents)", _ancestors(jnp.asarray(self.parents)), b, "TW")
-        row = q_idx - of_batch("tree(first)", self.first, b)()
-        leads = _bit(ancestors, row, jnp.maximum(node, 0))
-        return (node < 0) | ((node < jnp.shape(self.parents)[-1]) & leads)
+        of_batch("tree(parents)", self.parents, b, "N")  # refuses other numbers of dimensions
+        nodes = jnp.shape(self.parents)[-1]
+        start = of_batch("tree(context)", self.context, b)()
+        node = kv_idx - start
+        ancestors = of_batch("tree(parents)", _ancestors(jnp.asarray(self.parents)), b, "NW")
+        if self.first is None:
+            first = start if is_in_text() else 0
+        else:
+            first = of_batch("tree(first)", self.first, b)()
+        row = q_idx - first
+        # Row N of the ancestors, which is where others are read, has none.
+        leads = (node < nodes) & _bit(ancestors, jnp.maximum(row, 0), jnp.maximum(node, 0))
+        if self.first is None and not is_in_text():
+            return (node < 0) | leads
+        return jnp.where(row < 0, node <= row, (node < 0) | leads)
 
     def misfits(self, shape):
-        # Counted from the beginning of a text, the queries may be the last tokens of the tree.
-        tokens = shape.q if shape.new is None else AtLeast(shape.new)
-        wrong = misfit("tree(parents)", self.parents, [tokens], shape.b)
+        alone = self.first is None and not is_in_text()
+        wrong = not_whole("tree(parents)", self.parents)
+        wrong += misfit("tree(parents)", self.parents, [shape.q if alone else None], shape.b)
         wrong += misfit("tree(context)", self.context, (), shape.b)
-        return wrong + misfit("tree(first)", self.first, (), shape.b)
+        return wrong + (
+            [] if self.first is None else misfit("tree(first)", self.first, (), shape.b)
+        )
 
 
 def _packed(adjacency):
@@ -213,7 +258,7 @@ class block_sparse(Mask):
     Args:
         layout: booleans `[N,M]`, or `[H,N,M]` with one for each head: whether the queries of block
             n see the keys of block m.
-        size: how many positions make a block.
+        size: how many positions make a block; a scalar.
 
     >>> mask = block_sparse(jnp.array([[False, True], [True, False]]), 4)
     >>> [bool(mask(0, 0, 1, k)) for k in (3, 4)]
@@ -221,26 +266,35 @@ class block_sparse(Mask):
     """
 
     layout: ArrayLike
-    size: int
+    size: ArrayLike
+
+    counts = ("size",)
 
     def __call__(self, b, h, q_idx, kv_idx):
         layout = jnp.asarray(self.layout)
+        if layout.ndim not in (2, 3) or layout.dtype != jnp.bool_:
+            raise ValueError(
+                f"`block_sparse(layout)` is {layout.dtype}{list(layout.shape)}; it must be "
+                "booleans [N,M] or [H,N,M], whether block n of queries sees block m of keys."
+            )
         layout = layout[h] if layout.ndim > 2 else layout
         return layout[q_idx // self.size, kv_idx // self.size]
 
     def misfits(self, shape):
-        blocks = [blocks_of(n, self.size) for n in (shape.q, shape.k)]
-        return misfit("block_sparse(layout)", self.layout, blocks, shape.h)
+        count = lambda n: blocks_of(n, self.size) if known(self.size) else None
+        blocks = [count(shape.q), count(shape.k)]
+        wrong = misfit("block_sparse(layout)", self.layout, blocks, shape.h)
+        return wrong + super().misfits(shape)
 
 
 def random_blocks(
-    key, queries: int, keys: int, *, size: int, count: int, heads: int | None = None
+    key, queries: int, keys: int, *, size: int, count: ArrayLike, heads: int | None = None
 ) -> Mask:
     """Returns a mask under which each block of queries sees some blocks of keys drawn at random.
 
     Args:
       key: a PRNG key.
-      queries, keys: how many positions there are.
+      queries, keys: how many positions there are, Python numbers as `size` and `heads`.
       size: how many positions make a block.
       count: how many distinct blocks are drawn for each block of queries.
       heads: how many heads draw for themselves; None draws once for all.
@@ -248,6 +302,11 @@ def random_blocks(
     >>> random_blocks(jax.random.key(0), 256, 512, size=64, count=2)
     block_sparse(layout: bool[4,8], 64)
     """
+    queries, keys, size = (
+        static(f"random_blocks({name})", n, least=least)
+        for name, n, least in (("queries", queries, 0), ("keys", keys, 0), ("size", size, 1))
+    )
+    heads = None if heads is None else static("random_blocks(heads)", heads)
     blocks = (-(-queries // size), -(-keys // size))
     drawn = jax.random.uniform(key, blocks if heads is None else (heads, *blocks))
     rank = jnp.argsort(jnp.argsort(drawn, -1), -1)
@@ -255,8 +314,8 @@ def random_blocks(
 
 
 def bigbird(
-    key, length: int, *, block: int = 64, window: int = 3, random: int = 3, globals: int = 1,
-    heads: int | None = None,
+    key, length: int, *, block: int = 64, window: ArrayLike = 3, random: ArrayLike = 3,
+    globals: ArrayLike = 1, heads: int | None = None,
 ) -> Mask:  # fmt: skip
     """Returns BigBird's mask: a window of blocks, some random blocks, and blocks that all see.
 
@@ -265,7 +324,7 @@ def bigbird(
 
     Args:
       key: a PRNG key.
-      length: how many positions there are.
+      length: how many positions there are; it, `block` and `heads` are Python numbers.
       block: how many positions make a block.
       window: how many blocks a query sees around its own, which counts; an odd number.
       random: how many blocks are drawn for each block of queries.
@@ -276,7 +335,8 @@ def bigbird(
     global_tokens(64) | block_window(64, 1) | block_sparse(layout: bool[16,16], 64)
     """
     drawn = random_blocks(key, length, length, size=block, count=random, heads=heads)
-    return global_tokens(globals * block) | block_window(block, window // 2) | drawn
+    reach = jnp.asarray(window) // 2 if not known(window) else window // 2
+    return global_tokens(globals * block) | block_window(block, reach) | drawn
 
 
 @variant
@@ -293,6 +353,9 @@ class block_window(Mask):
 
     size: ArrayLike
     reach: ArrayLike
+
+    whole = ("reach",)
+    counts = ("size",)
 
     def __call__(self, b, h, q_idx, kv_idx):
         q, k = q_idx // self.size, kv_idx // self.size

@@ -2,23 +2,26 @@
 
 import html
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from xform._compat import jaxpr_as_fun
 from xform._show import axes
 from xform.lowering._spec import EMPTY, FULL, PARTIAL
 from xform.primitives._mods import take_apart
-from xform.primitives._objects import Shape
+from xform.primitives._objects import Shape, static
 from xform.primitives.block_map import block_map
 from xform.primitives.masks._mask import MaskMod, as_mask
 
-# Cells along a side of a text or HTML picture; a longer side shows several tiles in one.
-_CELLS = 64
+# Cells along a side of a text or HTML picture, and of one that is drawn; a longer side shows
+# several tiles in one.
+_CELLS, _PIXELS = 64, 1024
+# Tiles whose kinds are found at a time, and partial tiles whose pairs are counted one by one.
+_AT_ONCE, _COUNTED = 2**18, 2**14
 _COLOURS = {EMPTY: "#f2f2ef", PARTIAL: "#f2a65a", FULL: "#2d6a8e"}
 _NAMES = {FULL: "full", PARTIAL: "partial", EMPTY: "empty"}
 _SIGNS = {EMPTY: "·", PARTIAL: "▒", FULL: "█"}
@@ -28,33 +31,33 @@ _SIGNS = {EMPTY: "·", PARTIAL: "▒", FULL: "█"}
 class MaskView:
     """What a mask leaves of each tile, for one batch entry and one head.
 
-    It prints as text, shows itself in notebooks (`_repr_html_`) and draws itself (`plot`).
+    It prints as text, shows itself in notebooks (`_repr_html_`) and draws itself (`plot`). It holds
+    at most 1,024 by 1,024 cells: of longer sequences, each is several tiles.
 
     Attributes:
       mask: the mask as text.
-      kinds: int8 `[rows, cols]`, 0 for an empty tile, 1 for a partial, 2 for a full one.
-      shares: float `[rows, cols]`, which share of its pairs each tile shows.
+      kinds: int8 `[rows, cols]`: of each cell 0 if its tiles are empty, 2 if full, else 1.
+      shares: float32 `[rows, cols]`, which share of its pairs each cell shows.
+      counts: how many tiles are full, partial and empty.
+      pairs: how many pairs of a query and a key the mask leaves.
+      exact: whether all pairs were counted; of more than 16,384 partial tiles some are, evenly
+        spaced, and `pairs`, `density` and `shares` are estimates.
       lengths: how many queries and keys there are.
       tile: how many of each make a tile.
+      group: how many tiles make a cell, down and across.
       head_size: the size of a head, for the cost.
     """
 
     mask: str
     kinds: np.ndarray
     shares: np.ndarray
+    counts: dict[str, int]
+    pairs: int
+    exact: bool
     lengths: tuple[int, int]
     tile: tuple[int, int]
+    group: tuple[int, int]
     head_size: int
-
-    @property
-    def counts(self) -> dict[str, int]:
-        """How many tiles are full, partial and empty."""
-        return {name: int(np.sum(self.kinds == code)) for code, name in _NAMES.items()}
-
-    @property
-    def pairs(self) -> int:
-        """How many pairs of a query and a key the mask leaves."""
-        return round(float(self.shares.sum()) * self.tile[0] * self.tile[1])
 
     @property
     def density(self) -> float:
@@ -64,13 +67,16 @@ class MaskView:
     @property
     def live(self) -> float:
         """The share of tiles that run: of a dense attention's time, what this one's takes."""
-        return float(np.mean(self.kinds != EMPTY)) if self.kinds.size else 0.0
+        return self._running / max(1, sum(self.counts.values()))
+
+    @property
+    def _running(self) -> int:
+        return self.counts["full"] + self.counts["partial"]
 
     @property
     def flops(self) -> int:
         """FLOPs of the tiles that run, forward, of one head: 4 for each pair and element."""
-        live = int(np.sum(self.kinds != EMPTY))
-        return 4 * self.head_size * self.tile[0] * self.tile[1] * live
+        return 4 * self.head_size * self.tile[0] * self.tile[1] * self._running
 
     def __repr__(self) -> str:
         kinds, _ = self._cells()
@@ -82,25 +88,23 @@ class MaskView:
 
     def _title(self) -> str:
         (t, s), (q_tile, kv_tile) = self.lengths, self.tile
-        return f"{self.mask}: {t:,} queries x {s:,} keys, tiles of {q_tile} x {kv_tile}"
+        title = f"{self.mask}: {t:,} queries x {s:,} keys, tiles of {q_tile} x {kv_tile}"
+        return (
+            title if self.group == (1, 1) else f"{title}, {self.group[0]} x {self.group[1]} a cell"
+        )
 
     def _summary(self) -> list[str]:
         return [
-            f"{self.live:.1%} of the tiles run, for {self.density:.1%} of the pairs; the mask is "
-            f"asked in {self.counts['partial']:,}",
+            f"{self.live:.1%} of the tiles run, for {'' if self.exact else 'about '}"
+            f"{self.density:.1%} of the pairs; the mask is asked in {self.counts['partial']:,}",
             f"{_flops(self.flops)} a head of size {self.head_size}, forward",
         ]
 
     def _cells(self) -> tuple[np.ndarray, np.ndarray]:
-        """Kinds and shares of at most `_CELLS` by `_CELLS` groups of tiles."""
-        size = [max(1, -(-n // _CELLS)) for n in self.kinds.shape]
-        starts = [np.arange(0, n, step) for n, step in zip(self.kinds.shape, size, strict=True)]
-        if not self.kinds.size:
-            return self.kinds, self.shares
-        pool = lambda f, x: f.reduceat(f.reduceat(x, starts[0], 0), starts[1], 1)
-        low, high = pool(np.minimum, self.kinds), pool(np.maximum, self.kinds)
-        kinds = np.where(low == high, low, PARTIAL)
-        return kinds, pool(np.add, self.shares) / pool(np.add, np.ones_like(self.shares))
+        """Kinds and shares of at most `_CELLS` by `_CELLS` groups of cells."""
+        group = _group(self.kinds.shape, _CELLS)
+        kinds = _pooled_kinds(self.kinds, group)
+        return kinds, _pooled(np.add, self.shares, group) / _sizes(self.kinds.shape, group)
 
     def plot(self, ax: Any = None) -> Any:
         """Draws the tiles with matplotlib.
@@ -122,6 +126,7 @@ class MaskView:
         image = weight * image + (1 - weight) * colour[EMPTY]
         (t, s), (q_tile, kv_tile) = self.lengths, self.tile
         rows, cols = self.kinds.shape
+        q_tile, kv_tile = q_tile * self.group[0], kv_tile * self.group[1]
         extent = (0, cols * kv_tile, rows * q_tile, 0)
         ax.imshow(
             image, extent=extent, interpolation="nearest", aspect="equal" if t == s else "auto"
@@ -209,22 +214,125 @@ def show(
     ({'full': 8, 'partial': 0, 'empty': 8}, 0.5)
     """
     keys = queries if keys is None else keys
+    queries = static("show(queries)", queries, least=0)
+    keys = static("show(keys)", keys, least=0)
+    each = tile if isinstance(tile, tuple | list) else (tile, tile)
+    q_tile, kv_tile = (static("show(tile)", n) for n in each)
     mask = as_mask(mask)
     if wrong := mask.misfits(Shape(None, None, queries, keys)):
         raise ValueError(f"show: {'; '.join(wrong)}.")
-    q_tile, kv_tile = tile if isinstance(tile, tuple) else (tile, tile)
-    sizes: dict[str, Any] = dict(q_len=queries, kv_len=keys, q_tile=q_tile, kv_tile=kv_tile)
-    mods = take_apart(None, mask, jnp.float32)
-    kinds = jax.jit(lambda context: block_map(mods.mask, context, b=b, h=h, **sizes))(mods.context)
-    kinds = np.asarray(kinds)
-    shares = (kinds == FULL).astype(float)
-    partly = np.nonzero(kinds == PARTIAL)
-    if len(partly[0]):
-        count = jax.jit(partial(_visible, mods.mask, b=b, h=h, **sizes))
-        shares[partly] = np.asarray(count(mods.context, *map(np.int32, partly))) / (
-            q_tile * kv_tile
+    if any(isinstance(x, Tracer) for x in take_apart(None, mask, jnp.float32).context):
+        raise TypeError(
+            f"show: `{mask!r}` reads traced arrays, and a picture needs their values: call it "
+            "outside of `jit`, `scan` and `vmap`."
         )
-    return MaskView(repr(mask), kinds, shares, (queries, keys), (q_tile, kv_tile), head_size)
+    strips = _Strips(mask, (b, h), (queries, keys), (q_tile, kv_tile))
+    kinds, shares, counts, visible, exact = strips.cells()
+    named = {name: int(counts[code]) for code, name in _NAMES.items()}
+    return MaskView(
+        repr(mask), kinds, shares, named, round(visible * q_tile * kv_tile), exact,
+        (queries, keys), (q_tile, kv_tile), strips.group, head_size,
+    )  # fmt: skip
+
+
+class _Strips:
+    """A mask's tiles, some rows of them at a time, so that no map of all is ever made."""
+
+    def __init__(self, mask, at: tuple[int, int], lengths: tuple[int, int], tile: tuple[int, int]):
+        self.mask, self.lengths, self.tile = mask, lengths, tile
+        self.tiles = tuple(-(-n // size) for n, size in zip(lengths, tile, strict=True))
+        self.group = _group(self.tiles, _PIXELS)
+        multiple = self.group[0]
+        self.rows = max(1, _AT_ONCE // max(1, self.tiles[1]) // multiple) * multiple
+        b, h = at
+        sizes: dict[str, Any] = dict(kv_len=lengths[1], q_tile=tile[0], kv_tile=tile[1])
+
+        def kinds(mask, start, q_len):
+            mods = take_apart(None, mask.shift(q=start), jnp.float32)
+            return block_map(mods.mask, mods.context, b=b, h=h, q_len=q_len, **sizes)
+
+        def visible(mask, *places):
+            mods = take_apart(None, mask, jnp.float32)
+            options = dict(b=b, h=h, q_len=lengths[0], **sizes)
+            return _visible(mods.mask, mods.context, *places, **options)
+
+        self._kinds, self._visible = jax.jit(kinds, static_argnums=2), jax.jit(visible)
+
+    def cells(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, float, bool]:
+        """Looks at all tiles.
+
+        Returns:
+          Kinds and shares of cells; how many tiles there are of each kind; how many tiles' worth of
+          pairs is seen; whether all of that was counted.
+        """
+        shape = tuple(-(-n // size) for n, size in zip(self.tiles, self.group, strict=True))
+        kinds, shares = np.zeros(shape, np.int8), np.zeros(shape, np.float32)
+        counts, visible, budget, exact = np.zeros(3, np.int64), 0.0, _COUNTED, True
+        starts = range(0, self.tiles[0] if self.tiles[1] else 0, self.rows)
+        for left, first in zip(range(len(starts), 0, -1), starts, strict=True):
+            codes = self._codes(first)
+            partial = np.nonzero(codes == PARTIAL)
+            # What earlier strips left of the budget is for the others.
+            step = max(1, -(-len(partial[0]) * left // max(1, budget)))
+            part, seen = self._shares(first, codes, partial, step)
+            budget, exact = budget - len(partial[0][::step]), exact and step == 1
+            counts += np.bincount(codes.ravel(), minlength=3)
+            visible += seen
+            at = slice(first // self.group[0], -(-(first + len(codes)) // self.group[0]))
+            kinds[at] = _pooled_kinds(codes, self.group)
+            shares[at] = _pooled(np.add, part, self.group) / _sizes(codes.shape, self.group)
+        return kinds, shares, counts, visible, exact
+
+    def _codes(self, first: int) -> np.ndarray:
+        """The kinds of the tiles of the strip whose first row is `first`."""
+        start = first * self.tile[0]
+        length = min(self.rows * self.tile[0], self.lengths[0] - start)
+        return np.asarray(self._kinds(self.mask, np.int32(start), length))
+
+    def _shares(self, first: int, codes: np.ndarray, partial, step: int):
+        """The share of its pairs that each tile of a strip shows, and their sum.
+
+        Every `step`-th of the tiles at `partial` is counted; the others are taken for their mean.
+        """
+        out = (codes == FULL).astype(np.float32)
+        whole, number = float(np.sum(codes == FULL)), len(partial[0])
+        if not number:
+            return out, whole
+        some = tuple(x[::step].astype(np.int32) for x in partial)
+        # Rounded up to a power of two, with the last again: few programs are compiled.
+        fill = (1 << (len(some[0]) - 1).bit_length()) - len(some[0])
+        rows, cols = (np.pad(x, (0, fill), mode="edge") for x in some)
+        seen = np.asarray(self._visible(self.mask, rows + np.int32(first), cols), np.float64)
+        seen = seen[: len(some[0])] / (self.tile[0] * self.tile[1])
+        out[partial] = seen.mean()
+        out[some] = seen
+        return out, whole + (float(seen.sum()) if step == 1 else float(seen.mean()) * number)
+
+
+def _group(shape: tuple[int, ...], most: int) -> tuple[int, int]:
+    """How many along each side make one of at most `most`."""
+    rows, cols = (max(1, -(-n // most)) for n in shape)
+    return rows, cols
+
+
+def _pooled(f, x: np.ndarray, group: tuple[int, int]) -> np.ndarray:
+    """`f` over groups of rows and columns."""
+    for dim, size in enumerate(group):
+        x = f.reduceat(x, np.arange(0, x.shape[dim], size), dim) if x.size else x
+    return x
+
+
+def _pooled_kinds(kinds: np.ndarray, group: tuple[int, int]) -> np.ndarray:
+    low, high = (_pooled(f, kinds, group) for f in (np.minimum, np.maximum))
+    return np.where(low == high, low, np.int8(PARTIAL))
+
+
+def _sizes(shape: tuple[int, ...], group: tuple[int, int]) -> np.ndarray:
+    """How many are in each group."""
+    rows, cols = (
+        np.minimum(size, n - np.arange(0, n, size)) for n, size in zip(shape, group, strict=True)
+    )
+    return rows[:, None] * cols[None]
 
 
 def _visible(mask, context, rows, cols, *, b, h, q_len, kv_len, q_tile, kv_tile):
