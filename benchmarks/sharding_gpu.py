@@ -270,7 +270,8 @@ def same_as_one(devices: list) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--tiny", action="store_true", help="small shapes, on any two devices")
-    parser.add_argument("--only", default="tensor,fsdp,parity")
+    parser.add_argument("--only", default="tensor,fsdp,parity", help="parts of the script")
+    parser.add_argument("--rows", default="", help="rows whose name contains one of these parts")
     options = parser.parse_args()
     if options.tiny:
         cpu_devices(2)
@@ -285,12 +286,14 @@ def main() -> None:
         f"Python {platform.python_version()}, commit {commit or 'unknown'}; bfloat16"
     )
     sizes, calls = (TINY, 1) if options.tiny else (Sizes(), CALLS)
+    parts = options.rows.split(",")
+    asked = lambda rows: {n: make for n, make in rows.items() if any(p in n for p in parts)}
     if "tensor" in options.only:
-        rows = tensor_rows(sizes, make_mesh(tp=len(devices), devices=devices))
+        rows = asked(tensor_rows(sizes, make_mesh(tp=len(devices), devices=devices)))
         title = f"one layer, {sizes.tokens:,} tokens, tp={len(devices)}"
         timed(title, rows, "XLA, positions split", calls)
     if "fsdp" in options.only:
-        rows = fsdp_rows(sizes, make_mesh(dp=len(devices), devices=devices))
+        rows = asked(fsdp_rows(sizes, make_mesh(dp=len(devices), devices=devices)))
         title = f"{sizes.layers} layers, {sizes.per_device:,} tokens a device, dp={len(devices)}"
         timed(title, rows, "plain scan", calls)
     if "parity" in options.only:
