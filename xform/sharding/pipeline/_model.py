@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 from xform._compat import varying_axes
 from xform.jaxpr._walk import walk
+from xform.sharding.pipeline._permute import permutes
 from xform.sharding.pipeline._schedule import Schedule
 from xform.sharding.pipeline._split import Split, check_floats
 
@@ -38,6 +39,7 @@ class Model:
       x_tree, x: tree and types of what travels.
       loss: the type of the loss.
       data: the axes over which weights are made to vary.
+      permutes: whether a function permutes along its own axes.
       weights: of this rank's stages, a leading dim for them.
       shared: what the ends read.
       batch: all microbatches, a leading dim for them.
@@ -51,6 +53,7 @@ class Model:
     x: Sequence
     loss: Any
     data: frozenset[str]
+    permutes: bool
     weights: Any = None
     shared: Any = None
     batch: Any = None
@@ -146,34 +149,57 @@ class Model:
         return jax.tree.unflatten(self.x_tree, leaves)
 
 
-def model_of(functions: tuple, weights, shared, batch, *, split: bool, schedule: Schedule) -> Model:
+def model_of(functions: tuple, weights, shared, batch, *, split: bool) -> Model:
     """Returns what is known of a model inside the mesh.
 
     Raises:
-      ValueError: a spec splits what a rank must see whole; a function reaches over the pipeline's
+      ValueError: a function reaches over the pipeline's
         axis; the loss is not the same on the devices of a stage.
       TypeError: what travels has no gradient or changes its type; the loss is no number.
     """
-    _check_shards(schedule, weights, shared, batch)
     stage, first, last = functions
     along = frozenset({AXIS})
     data = along.union(*map(varying_axes, jax.tree.leaves(batch)))
     weights, shared = _floats_vary(weights, data), vary(_floats_vary(shared, data), along)
     given = jax.tree.map(lambda b: b[0], vary(batch, along))
     begin = lambda shared, given: vary(first(shared, given), along)
-    program, shapes = jax.make_jaxpr(begin, return_shape=True)(shared, given)
-    _check_collectives("first", program)
-    x, x_tree = program.out_avals, jax.tree.structure(shapes)
+    begins, shapes = jax.make_jaxpr(begin, return_shape=True)(shared, given)
+    _check_collectives("first", begins)
+    x, x_tree = begins.out_avals, jax.tree.structure(shapes)
     check_floats("first", x)
     whole = jax.tree.unflatten(x_tree, x)
     passes = Split(stage, jax.tree.map(lambda w: w[0], weights), whole, given)
     _check_types(x_tree, x, passes)
     for program in passes.programs:
         _check_collectives("stage", program)
-    program = jax.make_jaxpr(last)(shared, whole, given)
-    _check_collectives("last", program)
-    loss = _check_loss(program.out_avals)
-    return Model(first, last, passes, split, x_tree, x, loss, data).on(weights, shared, batch)
+    ends = jax.make_jaxpr(last)(shared, whole, given)
+    _check_collectives("last", ends)
+    loss, moves = _check_loss(ends.out_avals), permutes([begins, *passes.programs, ends])
+    model = Model(first, last, passes, split, x_tree, x, loss, data, moves)
+    return model.on(weights, shared, batch)
+
+
+def entered(enter: Callable | None, weights, shared) -> tuple[Any, Any, Callable]:
+    """What all passes read, and what takes sums of its gradients back to what was given."""
+    if enter is None:
+        return weights, shared, lambda dw, ds: (reduced(dw, weights), reduced(ds, shared))
+    leaves, tree = jax.tree.flatten((weights, shared))
+
+    def of(floats):
+        mixed = [x if d is None else d for x, d in zip(leaves, floats, strict=True)]
+        ready = enter(*jax.tree.unflatten(tree, mixed))
+        return of_floats(ready), ready
+
+    floats = [x if _is_float(x) else None for x in leaves]
+    like, pull, ready = jax.vjp(of, floats, has_aux=True)
+
+    def back(*sums) -> tuple:
+        cast = lambda x, d: vary(d, varying_axes(x)).astype(x.dtype)
+        (grads,) = pull(jax.tree.map(cast, like, reduced(sums, ready)))
+        wide = lambda d: d.astype(jnp.promote_types(d.dtype, jnp.float32))
+        return jax.tree.unflatten(tree, jax.tree.map(wide, grads))
+
+    return *ready, back
 
 
 def vary(tree, axes: frozenset[str]):
@@ -235,7 +261,7 @@ def check_sizes(schedule: Schedule, mesh: Mesh, weights, batch) -> None:
         raise ValueError(f"sizes do not fit: {'; '.join(wrong)}.")
 
 
-def _check_shards(schedule: Schedule, weights, shared, batch) -> None:
+def check_shards(schedule: Schedule, weights, shared, batch) -> None:
     """A rank must see its own stages, all microbatches, and all of what is shared."""
     chunks, wrong = schedule.stages // schedule.ranks, []
     for name, tree, count, over, spec in (

@@ -75,6 +75,17 @@ class Table:
     x_ways: tuple[str, ...]
     g_ways: tuple[str, ...]
 
+    def alone(self, slot: str, stage: int) -> np.ndarray:
+        """A tick `[1, ranks, columns]` of one action of a stage, and nothing beside it."""
+        rank = self.schedule.rank_of[stage]
+        chunk = self.schedule.stages_of[rank].index(stage)
+        busy = self.numbers[:, rank, COLUMNS.index(slot)] > 0
+        mine = busy & (self.numbers[:, rank, COLUMNS.index(f"{slot}_chunk")] == chunk)
+        own = [i for i, name in enumerate(COLUMNS) if name.split("_")[0] == slot]
+        out = np.zeros_like(self.numbers[:1])
+        out[0, rank, own] = self.numbers[np.flatnonzero(mine)[-1], rank, own]
+        return out
+
     def padded(self, count: int) -> np.ndarray:
         """The numbers with idle ticks at the end, `count` in all."""
         return np.pad(self.numbers, ((0, count - len(self.numbers)), (0, 0), (0, 0)))
