@@ -4,13 +4,15 @@
     uv run --extra train examples/train.py --tp 1 --steps 1000 --model.layers 8
     uv run --extra train examples/train.py --dp 4 --tp 2 --layout.fsdp \
         --layout.sequence --layout.overlap ring
+    uv run --extra train examples/train.py --pp 2 --schedule zb-h1 --microbatches 8
     uv run --extra train examples/train.py --data notes/ letters.txt
     uv run --extra train examples/train.py --data train.bin --separator 50256 \
         --model.codes 50257 --tokenizer tokenizer.json
     uv run --extra train examples/train.py --resume
 
 It runs on all accelerators that JAX finds, or on a CPU split into eight virtual devices, as a mesh
-of `dp` (each a part of the batch) × `tp` (each a part of the matrices); how, parallel.py says. With
+of `dp` (each a part of the batch) × `tp` (each a part of the matrices); how, parallel.py says, and
+for `pp` (each a part of the layers) pipelined.py. With
 `--processes`, as many as these share the mesh, each with its own devices: all are given the same
 command but for their `--process`. What a run leaves is a folder in `runs/`. Ctrl-C lets it finish
 and save its step; `--resume` goes on as if nothing had happened.
@@ -39,11 +41,13 @@ from rich.progress import BarColumn, Progress, TimeRemainingColumn
 
 import llama
 import parallel
+import pipelined
 import several
 from generate import generate
 from parallel import Layout
 from xform import Costs, all_finite, cost, explain, hfu, memory, mfu, numerics
 from xform.sharding import cpu_devices, make_mesh, place, settle, shardings
+from xform.sharding.pipeline import Schedule
 from xform.train import files, run
 from xform.train.checkpoint import Checkpoints
 from xform.train.data import NO_LABEL, Rows, Source, batch
@@ -85,7 +89,16 @@ class Config:
     """The token that ends a document of a `.bin` file; by default, the file is one document."""
 
     dp: int | None = None
-    """Devices along the data axis; by default all that `tp` leaves."""
+    """Devices along the data axis; by default all that `pp` and `tp` leave."""
+    pp: int | None = None
+    """Devices along the pipeline axis, by default none: layers go round in no pipeline."""
+    schedule: str | None = None
+    """gpipe, 1f1b (the pipeline's default), interleaved, zb-h1, zb-v, dualpipe-v, or a file."""
+    microbatches: int | None = None
+    """In how many parts a batch goes through it; by default, as many as the table in the file has,
+    or twice as many as there are devices along it."""
+    executor: pipelined.Executor = "one_program"
+    """What runs it: one program in lockstep, or one for each pass of a stage."""
     tp: int | None = None
     """Devices along the tensor axis; by default 2 where it divides devices and vocabulary."""
     layout: Layout = parallel.PLAIN
@@ -111,7 +124,8 @@ class Config:
 
 # What may be another when a run goes on. Its data is known by the tokens, wherever they lie.
 FREE = (
-    *("dp", "tp", "layout", "coordinator", "processes", "process"),
+    *("dp", "tp", "layout", "pp", "schedule", "microbatches", "executor"),
+    *("coordinator", "processes", "process"),
     *("run", "resume", "save_every", "prompt", "temperature", "data"),
 )
 
@@ -120,6 +134,7 @@ def check(config: Config) -> None:
     """Raises one error that lists all that makes no sense by itself."""
     m, layout = config.model, config.layout
     names = ("steps", "batch", "length", "held_out_rows", "save_every", "dp", "tp", "processes")
+    names += ("pp", "microbatches")
     positive = {f"model.{name}": size for name, size in dataclasses.asdict(m).items()}
     positive |= {name: getattr(config, name) for name in names}
     wrong = [f"{x}={n} must be above 0" for x, n in positive.items() if n is not None and n <= 0]
@@ -142,6 +157,13 @@ def check(config: Config) -> None:
         wrong.append(f"process={config.process} is none of processes={config.processes}, from 0")
     if config.processes > 1 and config.explain:
         wrong.append("explain is of one process")
+    if config.pp is None and (config.schedule, config.microbatches) != (None, None):
+        wrong.append(
+            "schedule and microbatches are a pipeline's: set pp too (without one, "
+            "layout.microbatches is in how many parts a device works on its rows)"
+        )
+    if config.executor == "per_stage" and (config.processes > 1 or config.explain):
+        wrong.append("executor=per_stage has many programs, of one process: nothing to explain")
     if config.temperature < 0:
         wrong.append(f"temperature={config.temperature} must not be negative")
     if config.separator is not None and not 0 <= config.separator < m.codes:
@@ -187,13 +209,41 @@ def data_for(config: Config, tokenizer: files.Tokenizer | None) -> tuple[Source,
     return rows, held_out
 
 
+def schedule_for(config: Config) -> Schedule | None:
+    """Returns the pipeline's schedule; None where there is no pipeline."""
+    if config.pp is None:
+        return None
+    return pipelined.schedule_of(config.schedule or "1f1b", config.pp, config.microbatches)
+
+
 def mesh_for(config: Config) -> Mesh:
     """Returns the mesh of all devices, once it is known that model and batch divide over it."""
-    count = jax.device_count()
+    count, schedule = jax.device_count() // (config.pp or 1), schedule_for(config)
     tp = config.tp or math.gcd(2, count, config.model.codes)
-    mesh = make_mesh(dp=config.dp or max(1, count // tp), tp=tp)
-    parallel.check(config.layout, config.model, mesh, config.batch, config.length)
+    mesh = make_mesh(dp=config.dp or max(1, count // tp), pp=config.pp, tp=tp)
+    sizes = (config.layout, config.model, mesh, config.batch, config.length)
+    if schedule is None:
+        parallel.check(*sizes)
+    else:
+        pipelined.check(*sizes, schedule)
     return mesh
+
+
+def without_pipeline(config: Config, mesh: Mesh) -> tuple[Mesh, Layout]:
+    """Returns mesh and layout for what runs in no pipeline."""
+    return (mesh, config.layout) if config.pp is None else pipelined.flat(mesh, config.layout)
+
+
+def out_of_ranks(config: Config, state):
+    """Returns a state as it rests: without a pipeline, as it is."""
+    schedule = schedule_for(config)
+    return state if schedule is None else pipelined.at_rest(state, schedule)
+
+
+def into_ranks(config: Config, state):
+    """Returns what `out_of_ranks` was given."""
+    schedule = schedule_for(config)
+    return state if schedule is None else pipelined.in_ranks(state, schedule)
 
 
 # ---- training ------------------------------------------------------------------------------------
@@ -212,7 +262,10 @@ def explained(f: Callable, file: str) -> Callable:
 
 def gradients_for(config: Config, mesh: Mesh) -> Callable:
     """Returns the loss and the gradients of parameters and rows, over the mesh."""
-    return parallel.gradients(config.model, mesh, config.layout, config.precision)
+    given = (config.model, mesh, config.layout, config.precision)
+    if (schedule := schedule_for(config)) is None:
+        return parallel.gradients(*given)
+    return pipelined.gradients(*given, schedule, config.executor)
 
 
 def optimizer_for(config: Config) -> optax.GradientTransformation:
@@ -225,9 +278,13 @@ def optimizer_for(config: Config) -> optax.GradientTransformation:
 
 def first_state(config: Config, mesh: Mesh) -> dict:
     """Returns fresh parameters and the optimiser's state of them, all on the mesh."""
-    placed = parallel.placement(config.layout, config.model, mesh)
-    init = jax.jit(llama.init, static_argnums=0, out_shardings=placed)
-    params = init(config.model, jax.random.key(config.seed))
+    if (schedule := schedule_for(config)) is None:
+        placed, make = parallel.placement(config.layout, config.model, mesh), llama.init
+    else:
+        placed = pipelined.placement(config.layout, config.model, mesh, schedule)
+        make = partial(pipelined.first_params, schedule=schedule)
+    init = jax.jit(partial(make, config.model), out_shardings=placed)
+    params = init(key=jax.random.key(config.seed))
     state = optimizer_for(config).init(params)
     # Moments lie as their parameters do. What counts steps is a scalar on one device, so far.
     on_mesh = lambda x: x if x.ndim else place(x, shardings(mesh, P()))
@@ -261,18 +318,30 @@ def training(
     state = first_state(config, mesh) if saved is None else saved
     for i in range(done, config.steps):
         part = batch(rows, i, size=config.batch, seed=config.seed)
-        part = place(part, shardings(mesh, P("dp")))
-        loss, grads = settle(grads_of(state["params"], part))
+        placed = place(part, shardings(mesh, P("dp")))
+        loss, grads = settle(grads_of(state["params"], placed))
         state, loss = settle(update(state, loss, grads))
         if not math.isfinite(loss):
-            found = numerics.find_nonfinite(gradients_for(config, mesh))(state["params"], part)
+            found = origin(config, mesh, state["params"], part)
             raise FloatingPointError(f"step {i + 1} is not finite, and changed nothing:\n{found}")
         yield state, float(loss)
 
 
+def origin(config: Config, mesh: Mesh, params: dict, rows: Rows) -> numerics.NonFinite:
+    """Returns where numbers first were not finite, of parameters in training and of rows."""
+    mesh, layout = without_pipeline(config, mesh)
+    grads = parallel.gradients(config.model, mesh, layout, config.precision)
+    params = jax.device_put(
+        out_of_ranks(config, params), parallel.placement(layout, config.model, mesh)
+    )
+    return numerics.find_nonfinite(grads)(params, place(rows, shardings(mesh, P("dp"))))
+
+
 def evaluate(config: Config, mesh: Mesh, params: dict, rows: Source) -> float:
-    """Returns the mean loss of all labels in the rows, in nats."""
-    sums = parallel.sums(config.model, mesh, config.layout)
+    """Returns the mean loss of all labels in the rows, in nats, with parameters as they rest."""
+    mesh, layout = without_pipeline(config, mesh)
+    params = jax.device_put(params, parallel.placement(layout, config.model, mesh))
+    sums = parallel.sums(config.model, mesh, layout)
     total, labels, count = 0.0, 0, min(len(rows.tokens), config.held_out_rows)
     for i in range(0, count, config.batch):
         chosen = np.arange(i, i + config.batch)
@@ -289,14 +358,18 @@ PANELS = {"loss": "loss (nats per token)", "tokens_per_second": "tokens per seco
 
 
 def forecast(config: Config, mesh: Mesh) -> Costs:
-    """Prints what loss and gradients cost and need, before anything is compiled; returns costs."""
+    """Prints what loss and gradients cost and need, before anything is compiled; returns costs.
+
+    Of a pipeline, what they cost and need without it.
+    """
+    mesh, layout = without_pipeline(config, mesh)
     struct = lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at)
     params = jax.eval_shape(partial(llama.init, config.model), jax.random.key(0))
-    params = jax.tree.map(struct, params, parallel.placement(config.layout, config.model, mesh))
+    params = jax.tree.map(struct, params, parallel.placement(layout, config.model, mesh))
     shape = (config.batch, config.length)
     rows = jax.eval_shape(lambda: Rows(*[np.zeros(shape, np.int32)] * 3))
     rows = jax.tree.map(lambda x: struct(x, shardings(mesh, P("dp"))), rows)
-    grads = parallel.gradients(config.model, mesh, config.layout)
+    grads = parallel.gradients(config.model, mesh, layout)
     costs = cost(grads)(params, rows)
     print(f"{costs}\n{memory(grads)(params, rows)}")
     return costs
@@ -360,13 +433,14 @@ def fit(config: Config, mesh: Mesh, rows: Source, folder: Path, stop: run.Stop) 
     """Trains until the last step, or until it is asked to stop; saves as it goes and at the end.
 
     Returns:
-      The state and how many steps it has seen.
+      The state, as it rests, and how many steps it has seen.
     """
     info = {"config": dataclasses.asdict(config), "data": files.fingerprint(rows)}
     with Checkpoints(folder / "checkpoints") as checkpoints:
         state, before = first_state(config, mesh), checkpoints.latest or 0
         if before:
-            state = restored(checkpoints, state, info)
+            state = restored(checkpoints, out_of_ranks(config, state), info)
+            state = into_ranks(config, state)
         costs = forecast(config, mesh)
         steps, done = training(config, mesh, rows, state, before), before
         watching = told_what_is_saved(checkpoints)
@@ -375,10 +449,10 @@ def fit(config: Config, mesh: Mesh, rows: Source, folder: Path, stop: run.Stop) 
                 metrics.write(done, loss=loss, tokens_per_second=rate)
                 last = several.asked_to(stop)  # asked once: what it is asked for is saved
                 if last or done == config.steps or done % config.save_every == 0:
-                    checkpoints.save(done, state, info)
+                    checkpoints.save(done, out_of_ranks(config, state), info)
                 if last:
                     break
-    return state, done
+    return out_of_ranks(config, state), done
 
 
 # ---- what it has learned -------------------------------------------------------------------------

@@ -8,7 +8,7 @@ that costs, `simulate(schedule, times, lockstep=True)` says.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from statistics import median
@@ -38,7 +38,7 @@ from xform.sharding.pipeline._times import UNIT, Times
 
 
 def one_program(
-    stage: Callable,
+    stage: Callable | Sequence[Callable],
     first: Callable,
     last: Callable,
     *,
@@ -58,6 +58,7 @@ def one_program(
 
     Args:
       stage: `stage(weights, x, batch) -> y` of one stage and one microbatch; y has the type of x.
+        One function, or one for each stage, as `xform.stages` makes them; fewer compile faster.
         What it need not keep for the backward pass it says by `jax.checkpoint`.
       first: `first(shared, batch) -> x`, what the first stage is given: an embedding, say.
       last: `last(shared, y, batch) -> loss`, a number: the share of one microbatch in the loss,
@@ -194,7 +195,8 @@ class OneProgram:
             self.traced += 1
             check_shards(made.schedule, weights, shared, batch)
             weights, shared, back = entered(self.enter, weights, shared)
-            model = model_of(self.functions, weights, shared, batch, split=room.cross > 0)
+            options = {"schedule": made.schedule, "split": room.cross > 0}
+            model = model_of(self.functions, weights, shared, batch, **options)
             one_tick = lambda state, row: tick(model, state, row, send)
             if model.permutes:
                 one_tick = in_groups(one_tick, but=AXIS)

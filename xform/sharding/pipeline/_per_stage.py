@@ -23,7 +23,7 @@ from jax.sharding import PartitionSpec as P
 
 from xform.sharding.mesh import settle
 from xform.sharding.pipeline._greedy import in_turn
-from xform.sharding.pipeline._model import AXIS, check_sizes, full_specs, of_floats
+from xform.sharding.pipeline._model import AXIS, Where, check_sizes, full_specs, of_floats
 from xform.sharding.pipeline._programs import Programs
 from xform.sharding.pipeline._schedule import Action, Schedule
 from xform.sharding.pipeline._simulate import simulate
@@ -33,7 +33,7 @@ from xform.sharding.pipeline._verify import verify
 
 
 def per_stage(
-    stage: Callable,
+    stage: Callable | Sequence[Callable],
     first: Callable,
     last: Callable,
     *,
@@ -268,8 +268,9 @@ class _Run:
         ]
 
     def _call(self, name: str, rank: int, chunk: int, m: int, *values) -> list:
-        program = self.programs[name]
-        return settle(program(*self.ready[rank], np.int32(m), np.int32(chunk), *values))
+        program, own = self.programs[name], self.schedule.stages_of[rank]
+        where = Where(np.int32(own[chunk] if own else 0), np.int32(chunk))
+        return settle(program(*self.ready[rank], np.int32(m), where, *values))
 
     def _send(self, what: str, values: list, stage: int, m: int) -> None:
         there = self.meshes[self.schedule.rank_of[stage]]

@@ -56,7 +56,7 @@ class Programs:
         def look(weights, shared, batch):
             check_shards(schedule, weights, shared, batch)
             ready = entered(self.enter, weights, shared)[:2]
-            model = model_of(functions, *ready, batch, split=is_split(schedule))
+            model = model_of(functions, *ready, batch, schedule=schedule, split=is_split(schedule))
             sums = model.sums()
             early, late = model.keeps
             types = {"x": model.x, "early": early, "late": late, "cross": model.crosses}
@@ -70,7 +70,7 @@ class Programs:
         jax.make_jaxpr(mapped)(*part)
 
     def __getitem__(self, name: str) -> Callable:
-        """A pass as a program: of what is ready, batch, microbatch, chunk and values to values."""
+        """A pass as a program: of what is ready, batch, microbatch, stage and values to values."""
         if name not in self._jitted:
             self._jitted[name] = self._jit(*_PASSES[name])
         return self._jitted[name]
@@ -96,14 +96,14 @@ class Programs:
         return jax.tree.unflatten(self.ready_tree, [v[0] for v in given])
 
     def _jit(self, of: Callable, reads: Sequence[str], gives: Sequence[str]) -> Any:
-        def local(ready, batch, m, chunk, *values):
+        def local(ready, batch, m, where, *values):
             model = self.model.on(*self._ready(ready), batch)
             read = [[v[0] for v in value] for value in values]
             given = {
                 name: jax.tree.unflatten(self.sums_tree, value) if name == "sums" else value
                 for name, value in zip(reads, read, strict=True)
             }
-            return [_stacked(value) for value in of(model, chunk, m, **given)]
+            return [_stacked(value) for value in of(model, where, m, **given)]
 
         ready = self.specs_of("ready") if self.enter else tuple(self.specs[:2])
         mapped = jax.shard_map(
@@ -146,40 +146,40 @@ def _stacked(tree) -> list:
     return [v[None] for v in jax.tree.leaves(tree)]
 
 
-def _begin(model: Model, chunk, m) -> list:
-    del chunk
+def _begin(model: Model, where, m) -> list:
+    del where
     return [model.begin(m)]
 
 
-def _forward(model: Model, chunk, m, x: Sequence) -> list:
-    y, (early, late) = model.forward(chunk, m, x)
+def _forward(model: Model, where, m, x: Sequence) -> list:
+    y, (early, late) = model.forward(where, m, x)
     return [y, early, late]
 
 
-def _end(model: Model, chunk, m, x: Sequence, sums) -> list:
-    del chunk
+def _end(model: Model, where, m, x: Sequence, sums) -> list:
+    del where
     return [*model.end(m, x, sums)]
 
 
-def _backward(model: Model, chunk, m, early, late, x: Sequence, sums) -> list:
-    return [*model.backward(chunk, m, (early, late), x, sums)]
+def _backward(model: Model, where, m, early, late, x: Sequence, sums) -> list:
+    return [*model.backward(where, m, (early, late), x, sums)]
 
 
-def _begin_gradient(model: Model, chunk, m, x: Sequence, sums) -> list:
-    del chunk
+def _begin_gradient(model: Model, where, m, x: Sequence, sums) -> list:
+    del where
     return [model.begin_gradient(m, x, sums)]
 
 
-def _weight_gradient(model: Model, chunk, m, late, cross, sums) -> list:
-    return [model.weight_gradient(chunk, m, late, cross, sums)]
+def _weight_gradient(model: Model, where, m, late, cross, sums) -> list:
+    return [model.weight_gradient(where, m, late, cross, sums)]
 
 
-def _zero(model: Model, chunk, m) -> list:
-    del chunk, m
+def _zero(model: Model, where, m) -> list:
+    del where, m
     return [model.sums()]
 
 
-# What each program reads beside what is ready, batch, microbatch and chunk, and what it gives.
+# What each program reads beside what is ready, batch, microbatch and stage, and what it gives.
 _PASSES: dict[str, tuple[Callable, tuple[str, ...], tuple[str, ...]]] = {
     "zero": (_zero, (), ("sums",)),
     "begin": (_begin, (), ("x",)),
