@@ -166,8 +166,8 @@ def model_of(functions: tuple, weights, shared, batch, *, schedule: Schedule, sp
     x, x_tree = begins.out_avals, jax.tree.structure(shapes)
     check_floats("first", x)
     whole, one = jax.tree.unflatten(x_tree, x), jax.tree.map(lambda w: w[0], weights)
-    functions, of_stage = _kinds(stage, schedule)
-    each = [Split(function, one, whole, given) for function in functions]
+    kinds, of_stage = _kinds(stage, schedule)
+    each = [Split(function, one, whole, given) for function in kinds]
     programs = [program for passes in each for program in passes.programs]
     for passes in each:
         _check_types(x_tree, x, passes)
