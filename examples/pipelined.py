@@ -3,7 +3,7 @@
 A stage is some layers. Microbatches go from rank to rank as a schedule says, which is a table:
 one of the field's by its name, or your own in a file. While it trains, layers lie in the order in
 which ranks own them, stacked by stages; where they rest, in a checkpoint, in the model's order, so
-that a run goes on with another schedule, or with none.
+that a run goes on with another schedule, or with none: `schedule=None` is parallel.py's business.
 
 Validation and what else needs no gradients have no pipeline: there the devices along `pp` have
 rows of their own, and gather layers as they need them (`flat`).
@@ -57,9 +57,16 @@ def schedule_of(name: str, ranks: int, microbatches: int | None = None) -> Sched
 
 
 def check(
-    layout: Layout, model: llama.Config, mesh: Mesh, batch: int, length: int, schedule: Schedule
+    layout: Layout,
+    model: llama.Config,
+    mesh: Mesh,
+    batch: int,
+    length: int,
+    schedule: Schedule | None,
 ) -> None:
     """Raises unless model and batch divide over the mesh and the schedule."""
+    if schedule is None:
+        return parallel.check(layout, model, mesh, batch, length)
     wrong = []
     if layout.keep:
         wrong.append("layout.keep would keep layers for every microbatch on its way: set late")
@@ -82,13 +89,16 @@ def check(
     parallel.check(plain, model, whole, batch, length)
     check_divisible(mesh, tp={"heads": model.heads, "kv_heads": model.kv_heads})
     specs_for(layout, model, mesh, schedule)
+    return None
 
 
 # ---- where parameters lie ------------------------------------------------------------------------
 
 
-def specs_for(layout: Layout, model: llama.Config, mesh: Mesh, schedule: Schedule) -> dict:
+def specs_for(layout: Layout, model: llama.Config, mesh: Mesh, schedule: Schedule | None) -> dict:
     """Returns how parameters are split while they are trained, layers stacked by stages."""
+    if schedule is None:
+        return parallel.specs_for(layout, model, mesh)
     specs = {**llama.SPECS, "layers": {}}
     for name, spec in llama.SPECS["layers"].items():
         specs["layers"][name] = P("pp", None, *spec[1:])
@@ -104,20 +114,24 @@ def ends(params: dict) -> dict:
     return {name: part for name, part in params.items() if name != "layers"}
 
 
-def first_params(model: llama.Config, schedule: Schedule, key: jax.Array) -> dict:
+def first_params(model: llama.Config, schedule: Schedule | None, key: jax.Array) -> dict:
     """Returns the fresh parameters of `llama.init`, layers by the stages of ranks."""
     params = llama.init(model, key)
+    if schedule is None:
+        return params
     stages = lambda x: x.reshape(schedule.stages, -1, *x.shape[1:])
     return {**params, "layers": by_rank(jax.tree.map(stages, params["layers"]), schedule)}
 
 
-def placement(layout: Layout, model: llama.Config, mesh: Mesh, schedule: Schedule) -> dict:
+def placement(layout: Layout, model: llama.Config, mesh: Mesh, schedule: Schedule | None) -> dict:
     """Returns where each parameter is while it is trained."""
     return shardings(mesh, specs_for(layout, model, mesh, schedule))
 
 
-def at_rest(state, schedule: Schedule):
+def at_rest(state, schedule: Schedule | None):
     """Returns a state of training with layers in the model's order: what a checkpoint holds."""
+    if schedule is None:
+        return state
     order = np.argsort(_order(schedule))
 
     def of(x):
@@ -129,8 +143,10 @@ def at_rest(state, schedule: Schedule):
     return _of_layers(of, state)
 
 
-def in_ranks(state, schedule: Schedule):
+def in_ranks(state, schedule: Schedule | None):
     """Returns what `at_rest` was given."""
+    if schedule is None:
+        return state
     order = _order(schedule)
 
     def of(x):
@@ -172,10 +188,12 @@ def gradients(
     mesh: Mesh,
     layout: Layout,
     policy: str,
-    schedule: Schedule,
+    schedule: Schedule | None,
     executor: Executor = "one_program",
 ) -> Callable:
     """Returns the mean loss and the gradients of parameters and rows, over the mesh."""
+    if schedule is None:
+        return parallel.gradients(model, mesh, layout, policy)
     specs = specs_for(layout, model, mesh, schedule)
     functions = functions_of(layout, model, specs, policy)
     options = dict(mesh=mesh, weights=specs["layers"], shared=ends(specs), batch=P(None, "dp"))
@@ -241,6 +259,8 @@ def enter(layers: dict, params: dict, layout: Layout, specs: dict) -> tuple[dict
 
 def flat(mesh: Mesh, layout: Layout) -> tuple[Mesh, Layout]:
     """Returns the same devices without `pp`, which has become a part of `dp`, under FSDP."""
+    if "pp" not in mesh.shape:
+        return mesh, layout
     axes = tuple(axis for axis in mesh.axis_names if axis != "pp")
     sizes = {axis: mesh.shape[axis] for axis in axes}
     sizes["dp"] *= mesh.shape["pp"]

@@ -20,12 +20,10 @@ and save its step; `--resume` goes on as if nothing had happened.
 
 import contextlib
 import dataclasses
-import io
 import math
 import sys
 import sysconfig
 import time
-import tokenize
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -43,8 +41,10 @@ import llama
 import parallel
 import pipelined
 import several
-from generate import generate
 from parallel import Layout
+from texts import complaint as complaint
+from texts import sample as sample
+from texts import show
 from xform import Costs, all_finite, cost, explain, hfu, memory, mfu, numerics
 from xform.sharding import cpu_devices, make_mesh, place, settle, shardings
 from xform.sharding.pipeline import Schedule
@@ -221,29 +221,8 @@ def mesh_for(config: Config) -> Mesh:
     count, schedule = jax.device_count() // (config.pp or 1), schedule_for(config)
     tp = config.tp or math.gcd(2, count, config.model.codes)
     mesh = make_mesh(dp=config.dp or max(1, count // tp), pp=config.pp, tp=tp)
-    sizes = (config.layout, config.model, mesh, config.batch, config.length)
-    if schedule is None:
-        parallel.check(*sizes)
-    else:
-        pipelined.check(*sizes, schedule)
+    pipelined.check(config.layout, config.model, mesh, config.batch, config.length, schedule)
     return mesh
-
-
-def without_pipeline(config: Config, mesh: Mesh) -> tuple[Mesh, Layout]:
-    """Returns mesh and layout for what runs in no pipeline."""
-    return (mesh, config.layout) if config.pp is None else pipelined.flat(mesh, config.layout)
-
-
-def out_of_ranks(config: Config, state):
-    """Returns a state as it rests: without a pipeline, as it is."""
-    schedule = schedule_for(config)
-    return state if schedule is None else pipelined.at_rest(state, schedule)
-
-
-def into_ranks(config: Config, state):
-    """Returns what `out_of_ranks` was given."""
-    schedule = schedule_for(config)
-    return state if schedule is None else pipelined.in_ranks(state, schedule)
 
 
 # ---- training ------------------------------------------------------------------------------------
@@ -262,10 +241,10 @@ def explained(f: Callable, file: str) -> Callable:
 
 def gradients_for(config: Config, mesh: Mesh) -> Callable:
     """Returns the loss and the gradients of parameters and rows, over the mesh."""
-    given = (config.model, mesh, config.layout, config.precision)
-    if (schedule := schedule_for(config)) is None:
-        return parallel.gradients(*given)
-    return pipelined.gradients(*given, schedule, config.executor)
+    c = config
+    return pipelined.gradients(
+        c.model, mesh, c.layout, c.precision, schedule_for(c), executor=c.executor
+    )
 
 
 def optimizer_for(config: Config) -> optax.GradientTransformation:
@@ -278,13 +257,10 @@ def optimizer_for(config: Config) -> optax.GradientTransformation:
 
 def first_state(config: Config, mesh: Mesh) -> dict:
     """Returns fresh parameters and the optimiser's state of them, all on the mesh."""
-    if (schedule := schedule_for(config)) is None:
-        placed, make = parallel.placement(config.layout, config.model, mesh), llama.init
-    else:
-        placed = pipelined.placement(config.layout, config.model, mesh, schedule)
-        make = partial(pipelined.first_params, schedule=schedule)
-    init = jax.jit(partial(make, config.model), out_shardings=placed)
-    params = init(key=jax.random.key(config.seed))
+    schedule = schedule_for(config)
+    placed = pipelined.placement(config.layout, config.model, mesh, schedule)
+    init = jax.jit(partial(pipelined.first_params, config.model, schedule), out_shardings=placed)
+    params = init(jax.random.key(config.seed))
     state = optimizer_for(config).init(params)
     # Moments lie as their parameters do. What counts steps is a scalar on one device, so far.
     on_mesh = lambda x: x if x.ndim else place(x, shardings(mesh, P()))
@@ -329,17 +305,16 @@ def training(
 
 def origin(config: Config, mesh: Mesh, params: dict, rows: Rows) -> numerics.NonFinite:
     """Returns where numbers first were not finite, of parameters in training and of rows."""
-    mesh, layout = without_pipeline(config, mesh)
+    mesh, layout = pipelined.flat(mesh, config.layout)
     grads = parallel.gradients(config.model, mesh, layout, config.precision)
-    params = jax.device_put(
-        out_of_ranks(config, params), parallel.placement(layout, config.model, mesh)
-    )
+    params = pipelined.at_rest(params, schedule_for(config))
+    params = jax.device_put(params, parallel.placement(layout, config.model, mesh))
     return numerics.find_nonfinite(grads)(params, place(rows, shardings(mesh, P("dp"))))
 
 
 def evaluate(config: Config, mesh: Mesh, params: dict, rows: Source) -> float:
     """Returns the mean loss of all labels in the rows, in nats, with parameters as they rest."""
-    mesh, layout = without_pipeline(config, mesh)
+    mesh, layout = pipelined.flat(mesh, config.layout)
     params = jax.device_put(params, parallel.placement(layout, config.model, mesh))
     sums = parallel.sums(config.model, mesh, layout)
     total, labels, count = 0.0, 0, min(len(rows.tokens), config.held_out_rows)
@@ -362,7 +337,7 @@ def forecast(config: Config, mesh: Mesh) -> Costs:
 
     Of a pipeline, what they cost and need without it.
     """
-    mesh, layout = without_pipeline(config, mesh)
+    mesh, layout = pipelined.flat(mesh, config.layout)
     struct = lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at)
     params = jax.eval_shape(partial(llama.init, config.model), jax.random.key(0))
     params = jax.tree.map(struct, params, parallel.placement(layout, config.model, mesh))
@@ -435,12 +410,13 @@ def fit(config: Config, mesh: Mesh, rows: Source, folder: Path, stop: run.Stop) 
     Returns:
       The state, as it rests, and how many steps it has seen.
     """
+    schedule = schedule_for(config)
     info = {"config": dataclasses.asdict(config), "data": files.fingerprint(rows)}
     with Checkpoints(folder / "checkpoints") as checkpoints:
         state, before = first_state(config, mesh), checkpoints.latest or 0
         if before:
-            state = restored(checkpoints, out_of_ranks(config, state), info)
-            state = into_ranks(config, state)
+            state = restored(checkpoints, pipelined.at_rest(state, schedule), info)
+            state = pipelined.in_ranks(state, schedule)
         costs = forecast(config, mesh)
         steps, done = training(config, mesh, rows, state, before), before
         watching = told_what_is_saved(checkpoints)
@@ -449,55 +425,10 @@ def fit(config: Config, mesh: Mesh, rows: Source, folder: Path, stop: run.Stop) 
                 metrics.write(done, loss=loss, tokens_per_second=rate)
                 last = several.asked_to(stop)  # asked once: what it is asked for is saved
                 if last or done == config.steps or done % config.save_every == 0:
-                    checkpoints.save(done, out_of_ranks(config, state), info)
+                    checkpoints.save(done, pipelined.at_rest(state, schedule), info)
                 if last:
                     break
-    return out_of_ranks(config, state), done
-
-
-# ---- what it has learned -------------------------------------------------------------------------
-
-
-def sample(config: Config, tokenizer: files.Tokenizer, params: dict, rows: int = 16) -> list[str]:
-    """Returns continuations of the prompt that fill a row, made on one device.
-
-    Args:
-      params: Those of the host.
-    """
-    prompt = tokenizer.encode(config.prompt.encode())
-    tokens = generate(
-        params,
-        np.tile(prompt, (rows, 1)),
-        config.model,
-        tokens=max(1, config.length - len(prompt)),
-        key=jax.random.key(config.seed),
-        temperature=config.temperature,
-    )
-    return [tokenizer.decode(row) for row in np.asarray(tokens)]
-
-
-def complaint(line: str) -> str | None:
-    """Returns what Python's tokenizer says against the line, by itself; None if it passes."""
-    try:
-        list(tokenize.generate_tokens(io.StringIO(line.strip()).readline))
-    except (tokenize.TokenError, SyntaxError) as error:
-        return str(error)
-    return None
-
-
-def show(config: Config, tokenizer: files.Tokenizer, params: dict) -> None:
-    """Prints texts of the model; those of Python are judged by Python's own tokenizer."""
-    texts = sample(config, tokenizer, params)
-    print(config.prompt + "\n--------\n".join(texts))
-    if config.data:
-        return
-    # The first line of a text completes the prompt's, and the last one is cut off.
-    lines = [line for text in texts for line in text.splitlines()[1:-1] if line.strip()][:10]
-    complaints = [complaint(line) for line in lines]
-    # A line may open a docstring or a bracket for a later one to close: 6 % of the library's do.
-    begun = sum("EOF in multi-line" in (words or "") for words in complaints)
-    passed = f"\n{complaints.count(None)} of {len(lines)} lines pass `tokenize` by themselves"
-    print(f"{passed}, {begun} more as the beginning of several")
+    return pipelined.at_rest(state, schedule), done
 
 
 def begin(config: Config) -> Path:

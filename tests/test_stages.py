@@ -159,8 +159,8 @@ def unrolled(marks: bool, integers: bool = False):
 def test_any_model_at_marks_or_balanced(at, executor):
     loss, params = unrolled(marks=at == "marks")
     batch = np.random.default_rng(0).normal(size=(3, 4, 3))
-    how = {"at": "stage"} if at == "marks" else {"count": 4, "link": 0.0}
-    cut = stages(loss, **how)(params, batch[0, :2])
+    by = stages(loss, at="stage") if at == "marks" else stages(loss, 4, link=0)
+    cut = by(params, batch[0, :2])
     assert len(cut.stage) == 4
     assert "['both']" in cut.tied
     if at == "marks":

@@ -5,6 +5,7 @@ import json
 import re
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -84,7 +85,7 @@ def test_loss_and_every_gradient_equal_those_of_one_device(
             jax.device_put({**params, "layers": layers}, placed),
             jax.device_put(rows, shardings(mesh, P("dp"))),
         )
-        f = pipelined.gradients(DEEP, mesh, layout, "f32", schedule, executor)
+        f: Any = pipelined.gradients(DEEP, mesh, layout, "f32", schedule, executor)
         if executor == "one_program":
             f = f.lower(*args).compile(compiler_options=UNOPTIMISED)
         loss, grads = settle(f(*args))
@@ -122,6 +123,7 @@ def test_a_run_goes_on_with_another_schedule_or_none_and_its_losses_are_those_of
     plain = np.array([loss for _, loss in train.training(CONFIG, one, rows)])
     layout = Layout(fsdp=True)
     pipeline = dataclasses.replace(CONFIG, **PIPELINE, layout=layout, executor=executor)
+    state: Any = None
     for i, (first, then) in enumerate([(pipeline, CONFIG), (CONFIG, pipeline)]):
         folder = tmp_path / str(i)
         folder.mkdir()

@@ -87,10 +87,11 @@ class Program:
         # What nothing reads is no work.
         self.jaxpr, _ = partial_eval.dce_jaxpr(whole, [True] * len(whole.outvars), instantiate=True)
         self.f, self._priced = f, priced
-        if [t.shape for t in self.jaxpr.out_avals] != [()]:
+        found: list[Any] = list(self.jaxpr.out_avals)
+        if [t.shape for t in found] != [()]:
             raise ValueError(
                 "`stages` cuts a loss: a function that returns one number; found "
-                f"{', '.join(t.str_short() for t in self.jaxpr.out_avals)}."
+                f"{', '.join(t.str_short() for t in found)}."
             )
         flat, self.params_tree = jax.tree.flatten_with_path(params)
         self.names = [jax.tree_util.keystr(path) for path, _ in flat]
