@@ -13,7 +13,7 @@ from jax.interpreters import partial_eval
 
 from xform._compat import JaxprEqn, Literal, Var, scan_operands, varying_axes
 from xform._cost import cost
-from xform._stages._vary import cast
+from xform._stages._vary import axes_of, cast
 from xform.jaxpr._rewrite import bind, inline
 from xform.jaxpr._walk import source_line, trace
 
@@ -102,6 +102,19 @@ class Program:
         self._sort()
         if not self.units:
             raise ValueError("`stages` found nothing that depends on both parameters and batch.")
+
+    def here(self, batch) -> Program:
+        """The same loss traced again where it runs: with its rows, and with types of devices."""
+        zeros = [cast(jnp.zeros(t.shape, t.dtype), axes_of(batch)) for t in self.params]
+        params = jax.tree.unflatten(self.params_tree, zeros)
+        here = Program(self.f, params, batch, priced=False)
+        what = lambda units: [(unit.eqn.primitive.name, unit.turn) for unit in units]
+        if what(here.units) != what(self.units):
+            raise ValueError(
+                "a loss that `stages` has cut is another program where it runs: it must not depend "
+                "on the size of the batch but in shapes. Cut it for what a device has of one."
+            )
+        return here
 
     def _sort(self) -> None:
         """Tells what moves, depending on both, from what each stage makes for itself."""

@@ -12,7 +12,7 @@ from jax import lax
 
 from xform._compat import JaxprEqn, Var, jaxpr_as_fun, scan_operands, varying_axes
 from xform._stages._program import Program
-from xform._stages._vary import axes_of, cast, vary
+from xform._stages._vary import cast, vary
 
 
 class Stage:
@@ -78,18 +78,7 @@ class Stage:
 
     def _here(self, batch) -> Stage:
         """The same stage of the program as it is traced here, where the batch is."""
-        axes, program = axes_of(batch), self.program
-        if not axes:
-            return self
-        zeros = [cast(jnp.zeros(t.shape, t.dtype), axes) for t in program.params]
-        params = jax.tree.unflatten(program.params_tree, zeros)
-        here = Program(program.f, params, batch, priced=False)
-        what = lambda units: [(unit.eqn.primitive.name, unit.turn) for unit in units]
-        if what(here.units) != what(program.units):
-            raise ValueError(
-                "a loss that `stages` has cut is another program where it runs: it must not depend "
-                "on the size of the batch, nor on what is about it, but in shapes."
-            )
+        here = self.program.here(batch)
         edges = [
             (here.crossing(cut) if 0 < cut < len(here.units) else [], at[1])
             for cut, at in zip(self.bound, (self.before, self.after), strict=True)

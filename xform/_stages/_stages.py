@@ -54,8 +54,9 @@ class Stages:
         bounds = list(zip([0, *cuts], [*cuts, len(program.units)], strict=True))
         self._pieces = [program.pieces(*bound) for bound in bounds]
         self._slots, self._at = slots_of(program, self._pieces)
+        self._cuts = tuple(cuts)
         crossing = [program.crossing(cut) for cut in cuts]
-        self._x, self._x_at = places([[v.aval for v in values] for values in crossing])
+        self._x_at = self._travels(program)[1]
         edges = [([], []), *zip(crossing, self._x_at, strict=True), ([], [])]
         made: dict[Any, Callable] = {}
         self.stage: list[Callable] = []
@@ -70,8 +71,20 @@ class Stages:
     def first(self, shared, batch) -> list:
         """What the first stage is given: zeros."""
         del shared
-        loss: Any = self._program.jaxpr.out_avals[0]
-        return [vary(jnp.zeros(t.shape, t.dtype), batch) for t in (loss, *self._x)]
+        here = self._program.here(batch)
+        types, at = self._travels(here)
+        if at != self._x_at:
+            raise ValueError(
+                "what travels between stages has shapes of its own where it runs: cut the model "
+                "for a microbatch as a device has it."
+            )
+        loss: Any = here.jaxpr.out_avals[0]
+        return [vary(jnp.zeros(t.shape, t.dtype), batch) for t in (loss, *types)]
+
+    def _travels(self, program: Program) -> tuple[list, list[list[int]]]:
+        """Types of slots for what travels, and which of them each cut uses."""
+        types = [[v.aval for v in program.crossing(cut)] for cut in self._cuts]
+        return places(types)
 
     def last(self, shared, x: Sequence, batch):
         """The share in the loss: what devices with other rows found, added up."""
@@ -152,7 +165,8 @@ def stages(
 
     Returns:
       A function of the arguments of `f`, or of their types, that returns `Stages`: what
-      `xform.sharding.pipeline`'s executors take.
+      `xform.sharding.pipeline`'s executors take. Where batches are split over devices, each has
+      the loss of its rows, and these are added up as those of microbatches are.
 
     Raises:
       ValueError: from it, where there are fewer places to cut than wanted, or no such mark, or one

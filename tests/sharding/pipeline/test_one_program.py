@@ -36,6 +36,7 @@ from xform.sharding.pipeline import (
     interleaved,
     one_f_one_b,
     one_program,
+    simulate,
     table,
     zb_h1,
     zb_v,
@@ -381,6 +382,27 @@ def test_other_mistakes_are_named():
     flat = make_mesh(dp=4, tp=2)
     with pytest.raises(ValueError, match=r"needs a mesh axis `pp`; found \('dp', 'tp'\)"):
         program(flat)
+
+
+@pytest.mark.slow
+def test_measured_times_tell_a_slow_stage():
+    """The third of four stages multiplies matrices in its forward pass."""
+
+    def stage(w, x, batch):
+        del batch
+        big = lambda x: x + 1e-9 * jnp.sum(jnp.linalg.matrix_power(jnp.full((600, 600), x[0]), 16))
+        return lax.cond(w > 1, big, lambda x: x, x * w)
+
+    mesh, schedule = mesh_of(2), zb_v(2, 2)
+    put = lambda x, *spec: jax.device_put(x, shardings(mesh, P(*spec)))
+    weights = by_rank(np.array([1.0, 1.0, 2.0, 1.0]), schedule)
+    run = one_program(stage, lambda s, b: b * s, lambda s, y, b: jnp.sum(y), mesh=mesh)
+    times = run.measure(schedule, put(weights, "pp"), put(1.0), put(np.full((2, 2), 1e-3)))
+    forward = np.asarray(times.F)
+    assert forward.shape == (4,)
+    assert forward.argmax() == 2
+    assert times.send > 0
+    assert simulate(schedule, times, lockstep=True).end > 2 * forward[2]
 
 
 def test_by_rank_and_back():
