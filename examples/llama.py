@@ -125,12 +125,18 @@ def stream(
       tp: How blocks are split over devices.
       scan: What applies the layers, as `one_by_one` does.
     """
+    x_BTM = tp.embed(params["embed"], tokens_BT)
+    x_BTM = through(params["layers"], x_BTM, ids_BT, config, tp, scan)
+    return rms_norm(x_BTM, params["norm"])
+
+
+def through(layers: dict, x_BTM, ids_BT, config: Config, tp: TensorParallel = ONE, scan=one_by_one):
+    """Returns the stream after some layers, stacked along their leading dimension; see `stream`."""
     mask = causal() & documents(ids_BT)
     # Positions run on over the row: RoPE sees differences alone, and those never leave a document.
-    rotation = rotations(jnp.arange(tokens_BT.shape[1]), config)
+    rotation = rotations(jnp.arange(ids_BT.shape[1]), config)
     step = lambda x_BTM, p: layer(x_BTM, p, mask, rotation, config, tp)[0]
-    x_BTM = scan(step, tp.embed(params["embed"], tokens_BT), params["layers"])
-    return rms_norm(x_BTM, params["norm"])
+    return scan(step, x_BTM, layers)
 
 
 def layer(x_BTM, p: dict, mask, rotation, config: Config, tp: TensorParallel = ONE, cache=None):
@@ -188,8 +194,13 @@ def loss(params: dict, rows, config: Config, tp: TensorParallel = ONE, scan=one_
     the quotient is then exactly what one device would find.
     """
     x_BTM = stream(params, rows.tokens, rows.ids, config, tp, scan)
-    loss_BT, _ = cross_entropy(x_BTM, params["unembed"], rows.labels, tp, ignore_label=NO_LABEL)
-    return jnp.sum(loss_BT), jnp.sum(rows.labels != NO_LABEL)
+    return surprise(params, x_BTM, rows.labels, tp)
+
+
+def surprise(params: dict, x_BTM, labels_BT, tp: TensorParallel = ONE):
+    """Returns that of a finished stream; see `loss`."""
+    loss_BT, _ = cross_entropy(x_BTM, params["unembed"], labels_BT, tp, ignore_label=NO_LABEL)
+    return jnp.sum(loss_BT), jnp.sum(labels_BT != NO_LABEL)
 
 
 def flops_per_token(config: Config, T: int) -> int:

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import llama
 import parallel
+import pipelined
 from parallel import Layout
 from xform.train import files
 
@@ -46,7 +47,16 @@ class Config:
     """The token that ends a document of `.bin` files; by default, each is one document."""
 
     dp: int | None = None
-    """Devices along the data axis; by default all that `tp` leaves."""
+    """Devices along the data axis; by default all that `pp` and `tp` leave."""
+    pp: int | None = None
+    """Devices along the pipeline axis, by default none: layers go round in no pipeline."""
+    schedule: str | None = None
+    """gpipe, 1f1b (the pipeline's default), interleaved, zb-h1, zb-v, dualpipe-v, or a file."""
+    microbatches: int | None = None
+    """In how many parts a batch goes through it; by default, as many as the table in the file has,
+    or twice as many as there are devices along it."""
+    executor: pipelined.Executor = "one_program"
+    """What runs it: one program in lockstep, or one for each pass of a stage."""
     tp: int | None = None
     """Devices along the tensor axis; by default 2 where it divides devices and vocabulary."""
     layout: Layout = parallel.PLAIN
@@ -72,7 +82,8 @@ class Config:
 
 # What may be another when a run goes on. Its data is known by the tokens, wherever they lie.
 FREE = (
-    *("dp", "tp", "layout", "coordinator", "processes", "process"),
+    *("dp", "tp", "layout", "pp", "schedule", "microbatches", "executor"),
+    *("coordinator", "processes", "process"),
     *("run", "resume", "save_every", "prompt", "temperature", "data"),
 )
 
@@ -93,6 +104,7 @@ def check(config: Config) -> None:
     """Raises one error that lists all that makes no sense by itself."""
     m, layout = config.model, config.layout
     names = ("steps", "batch", "length", "held_out_rows", "save_every", "dp", "tp")
+    names += ("pp", "microbatches")
     positive = {f"model.{name}": size for name, size in dataclasses.asdict(m).items()}
     positive |= {name: getattr(config, name) for name in names}
     wrong = [f"{x}={n} must be above 0" for x, n in positive.items() if n is not None and n <= 0]
@@ -112,6 +124,13 @@ def check(config: Config) -> None:
     wrong += wrong_processes(config)
     if config.processes > 1 and config.explain:
         wrong.append("explain is of one process")
+    if config.pp is None and (config.schedule, config.microbatches) != (None, None):
+        wrong.append(
+            "schedule and microbatches are a pipeline's: set pp too (without one, "
+            "layout.microbatches is in how many parts a device works on its rows)"
+        )
+    if config.executor == "per_stage" and (config.processes > 1 or config.explain):
+        wrong.append("executor=per_stage has many programs, of one process: nothing to explain")
     if not 0 <= config.temperature < math.inf:
         wrong.append(f"temperature={config.temperature} must be a number that is not negative")
     if not 0 < config.learning_rate < math.inf or not 0 <= config.weight_decay < math.inf:

@@ -4,13 +4,15 @@
     uv run --extra train examples/train.py --tp 1 --steps 1000 --model.layers 8
     uv run --extra train examples/train.py --dp 4 --tp 2 --layout.fsdp \
         --layout.sequence --layout.overlap ring
+    uv run --extra train examples/train.py --pp 2 --schedule zb-h1 --microbatches 8
     uv run --extra train examples/train.py --data notes/ letters.txt
     uv run --extra train examples/train.py --data train.bin --held-out val.bin \
         --separator 50256 --model.codes 50257 --tokenizer tokenizer.json
     uv run --extra train examples/train.py --resume
 
 It runs on all accelerators that JAX finds, or on a CPU split into eight virtual devices, as a mesh
-of `dp` (each a part of the batch) × `tp` (each a part of the matrices); how, parallel.py says. With
+of `dp` (each a part of the batch) × `tp` (each a part of the matrices); how, parallel.py says, and
+for `pp` (each a part of the layers) pipelined.py. With
 `--processes`, as many as these share the mesh, each with its own devices: all are given the same
 command but for their `--process`. What a run leaves is a folder in `runs/`. Ctrl-C lets it finish
 and save its step; `--resume` goes on as if nothing had happened.
@@ -18,12 +20,10 @@ and save its step; `--resume` goes on as if nothing had happened.
 
 import contextlib
 import dataclasses
-import io
 import math
 import sys
 import sysconfig
 import time
-import tokenize
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -38,11 +38,15 @@ from rich.progress import BarColumn, Progress, TimeRemainingColumn
 
 import llama
 import parallel
+import pipelined
 import several
-from generate import generate
 from settings import FREE, Config, check, kinds, known_of, wrong_processes
+from texts import complaint as complaint
+from texts import sample as sample
+from texts import show
 from xform import Costs, all_finite, cost, explain, hfu, memory, mfu, numerics
 from xform.sharding import cpu_devices, make_mesh, place, settle, shardings
+from xform.sharding.pipeline import Schedule
 from xform.train import files, run
 from xform.train.checkpoint import Checkpoints
 from xform.train.data import NO_LABEL, Rows, Source, batch, count
@@ -83,12 +87,19 @@ def data_for(config: Config, tokenizer: files.Tokenizer | None) -> tuple[Source,
     return rows, held_out
 
 
+def schedule_for(config: Config) -> Schedule | None:
+    """Returns the pipeline's schedule; None where there is no pipeline."""
+    if config.pp is None:
+        return None
+    return pipelined.schedule_of(config.schedule or "1f1b", config.pp, config.microbatches)
+
+
 def mesh_for(config: Config) -> Mesh:
     """Returns the mesh of all devices, once it is known that model and batch divide over it."""
-    count = jax.device_count()
+    count, schedule = jax.device_count() // (config.pp or 1), schedule_for(config)
     tp = config.tp or math.gcd(2, count, config.model.codes)
-    mesh = make_mesh(dp=config.dp or max(1, count // tp), tp=tp)
-    parallel.check(config.layout, config.model, mesh, config.batch, config.length)
+    mesh = make_mesh(dp=config.dp or max(1, count // tp), pp=config.pp, tp=tp)
+    pipelined.check(config.layout, config.model, mesh, config.batch, config.length, schedule)
     return mesh
 
 
@@ -108,7 +119,10 @@ def explained(f: Callable, file: str) -> Callable:
 
 def gradients_for(config: Config, mesh: Mesh) -> Callable:
     """Returns the loss and the gradients of parameters and rows, over the mesh."""
-    return parallel.gradients(config.model, mesh, config.layout, config.precision)
+    c = config
+    return pipelined.gradients(
+        c.model, mesh, c.layout, c.precision, schedule_for(c), executor=c.executor
+    )
 
 
 def optimizer_for(config: Config) -> optax.GradientTransformation:
@@ -121,9 +135,10 @@ def optimizer_for(config: Config) -> optax.GradientTransformation:
 
 def first_state(config: Config, mesh: Mesh) -> dict:
     """Returns fresh parameters and the optimiser's state of them, all on the mesh."""
-    placed = parallel.placement(config.layout, config.model, mesh)
-    init = jax.jit(llama.init, static_argnums=0, out_shardings=placed)
-    params = init(config.model, jax.random.key(config.seed))
+    schedule = schedule_for(config)
+    placed = pipelined.placement(config.layout, config.model, mesh, schedule)
+    init = jax.jit(partial(pipelined.first_params, config.model, schedule), out_shardings=placed)
+    params = init(jax.random.key(config.seed))
     state = optimizer_for(config).init(params)
     # Moments lie as their parameters do. What counts steps is a scalar on one device, so far.
     on_mesh = lambda x: x if x.ndim else place(x, shardings(mesh, P()))
@@ -157,18 +172,29 @@ def training(
     state = first_state(config, mesh) if saved is None else saved
     for i in range(done, config.steps):
         part = batch(rows, i, size=config.batch, seed=config.seed)
-        part = place(part, shardings(mesh, P("dp")))
-        loss, grads = settle(grads_of(state["params"], part))
+        placed = place(part, shardings(mesh, P("dp")))
+        loss, grads = settle(grads_of(state["params"], placed))
         state, loss = settle(update(state, loss, grads))
         if not math.isfinite(loss):
-            found = numerics.find_nonfinite(gradients_for(config, mesh))(state["params"], part)
+            found = origin(config, mesh, state["params"], part)
             raise FloatingPointError(f"step {i + 1} is not finite, and changed nothing:\n{found}")
         yield state, float(loss)
 
 
+def origin(config: Config, mesh: Mesh, params: dict, rows: Rows) -> numerics.NonFinite:
+    """Returns where numbers first were not finite, of parameters in training and of rows."""
+    mesh, layout = pipelined.flat(mesh, config.layout)
+    grads = parallel.gradients(config.model, mesh, layout, config.precision)
+    params = pipelined.at_rest(params, schedule_for(config))
+    params = jax.device_put(params, parallel.placement(layout, config.model, mesh))
+    return numerics.find_nonfinite(grads)(params, place(rows, shardings(mesh, P("dp"))))
+
+
 def evaluate(config: Config, mesh: Mesh, params: dict, rows: Source) -> float:
-    """Returns the mean loss of all labels in the rows, in nats."""
-    sums = parallel.sums(config.model, mesh, config.layout)
+    """Returns the mean loss of all labels in the rows, in nats, with parameters as they rest."""
+    mesh, layout = pipelined.flat(mesh, config.layout)
+    params = jax.device_put(params, parallel.placement(layout, config.model, mesh))
+    sums = parallel.sums(config.model, mesh, layout)
     total, labels, used = 0.0, 0, min(count(rows), config.held_out_rows)
     for i in range(0, used, config.batch):
         chosen = np.arange(i, i + config.batch)
@@ -185,14 +211,18 @@ PANELS = {"loss": "loss (nats per token)", "tokens_per_second": "tokens per seco
 
 
 def forecast(config: Config, mesh: Mesh) -> Costs:
-    """Prints what loss and gradients cost and need, before anything is compiled; returns costs."""
+    """Prints what loss and gradients cost and need, before anything is compiled; returns costs.
+
+    Of a pipeline, what they cost and need without it.
+    """
+    mesh, layout = pipelined.flat(mesh, config.layout)
     struct = lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at)
     params = jax.eval_shape(partial(llama.init, config.model), jax.random.key(0))
-    params = jax.tree.map(struct, params, parallel.placement(config.layout, config.model, mesh))
+    params = jax.tree.map(struct, params, parallel.placement(layout, config.model, mesh))
     shape = (config.batch, config.length)
     rows = jax.eval_shape(lambda: Rows(*[np.zeros(shape, np.int32)] * 3))
     rows = jax.tree.map(lambda x: struct(x, shardings(mesh, P("dp"))), rows)
-    grads = parallel.gradients(config.model, mesh, config.layout, "f32")
+    grads = parallel.gradients(config.model, mesh, layout, "f32")
     costs = cost(grads)(params, rows)
     print(f"{costs}\n{memory(grads)(params, rows)}")
     return costs
@@ -300,13 +330,16 @@ def fit(
     What tells its checkpoints from those of others, `info`, takes a look at all data.
 
     Returns:
-      The state and how many steps it has seen.
+      The state, as it rests, and how many steps it has seen.
     """
+    schedule = schedule_for(config)
     info = info or info_of(config, rows)
     with Checkpoints(folder / "checkpoints") as checkpoints:
         state, before = first_state(config, mesh), checkpoints.latest or 0
         if before:
-            state = restored(checkpoints, state, config, info["data"])
+            at_rest = pipelined.at_rest(state, schedule)
+            state = restored(checkpoints, at_rest, config, info["data"])
+            state = pipelined.in_ranks(state, schedule)
         costs = forecast(config, mesh)
         steps, done = training(config, mesh, rows, state, before), before
         watching = told_what_is_saved(checkpoints)
@@ -315,55 +348,10 @@ def fit(
                 metrics.write(done, loss=loss, tokens_per_second=rate)
                 last = several.asked_to(stop)  # asked once: what it is asked for is saved
                 if last or done == config.steps or done % config.save_every == 0:
-                    checkpoints.save(done, state, info)
+                    checkpoints.save(done, pipelined.at_rest(state, schedule), info)
                 if last:
                     break
-    return state, done
-
-
-# ---- what it has learned -------------------------------------------------------------------------
-
-
-def sample(config: Config, tokenizer: files.Tokenizer, params: dict, rows: int = 16) -> list[str]:
-    """Returns continuations of the prompt that fill a row, made on one device.
-
-    Args:
-      params: Those of the host.
-    """
-    prompt = files.encode_prompt(tokenizer, config.prompt)
-    tokens = generate(
-        params,
-        np.tile(prompt, (rows, 1)),
-        config.model,
-        tokens=max(1, config.length - len(prompt)),
-        key=jax.random.key(config.seed),
-        temperature=config.temperature,
-    )
-    return [tokenizer.decode(row) for row in np.asarray(tokens)]
-
-
-def complaint(line: str) -> str | None:
-    """Returns what Python's tokenizer says against the line, by itself; None if it passes."""
-    try:
-        list(tokenize.generate_tokens(io.StringIO(line.strip()).readline))
-    except (tokenize.TokenError, SyntaxError) as error:
-        return str(error)
-    return None
-
-
-def show(config: Config, tokenizer: files.Tokenizer, params: dict) -> None:
-    """Prints texts of the model; those of Python are judged by Python's own tokenizer."""
-    texts = sample(config, tokenizer, params)
-    print(config.prompt + "\n--------\n".join(texts))
-    if config.data:
-        return
-    # The first line of a text completes the prompt's, and the last one is cut off.
-    lines = [line for text in texts for line in text.splitlines()[1:-1] if line.strip()][:10]
-    complaints = [complaint(line) for line in lines]
-    # A line may open a docstring or a bracket for a later one to close: 6 % of the library's do.
-    begun = sum("EOF in multi-line" in (words or "") for words in complaints)
-    passed = f"\n{complaints.count(None)} of {len(lines)} lines pass `tokenize` by themselves"
-    print(f"{passed}, {begun} more as the beginning of several")
+    return pipelined.at_rest(state, schedule), done
 
 
 def begin(config: Config, data: str) -> Path:

@@ -46,6 +46,8 @@ if TYPE_CHECKING:
     from xform._roofline import hfu as hfu
     from xform._roofline import mfu as mfu
     from xform._roofline import roofline as roofline
+    from xform._stages import Stages as Stages
+    from xform._stages import stages as stages
     from xform.primitives.cross_entropy import linear_cross_entropy as linear_cross_entropy
     from xform.primitives.drop_in import dot_product_attention as dot_product_attention
     from xform.primitives.drop_in import flash_attention as flash_attention
@@ -69,6 +71,7 @@ _MODULES, __getattr__, __dir__ = later(
         ),
         "_remat": ("BudgetError", "remat"),
         "_roofline": ("hfu", "mfu", "roofline"),
+        "_stages": ("Stages", "stages"),
         "primitives.cross_entropy": ("linear_cross_entropy",),
         "primitives.drop_in": ("dot_product_attention", "flash_attention"),
         "primitives.inference": ("decode_attention", "paged_attention"),

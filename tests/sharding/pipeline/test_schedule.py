@@ -1,9 +1,13 @@
+import csv
+import io
+import re
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.sharding.pipeline.tables import random_table, spelled_out
-from xform.sharding.pipeline import Action, Schedule, dualpipe_v, one_f_one_b
+from xform.sharding.pipeline import BUILDERS, Action, Schedule, build, dualpipe_v, one_f_one_b
 
 # Plain values: what is drawn must not depend on the checks of types, which sample at random.
 numbers = st.integers(0, 300)
@@ -62,6 +66,29 @@ def test_a_table_of_torch_loads():
         Schedule.from_csv(text)
     with pytest.raises(ValueError, match=r"only UNSHARD, RESHARD, REDUCE_GRAD can be left out"):
         Schedule.from_csv(text, ignore=["F"])
+
+
+def as_torch_reads(text: str) -> list[list[list[tuple[str, int, int]]]]:
+    """The layout by its documentation: a row a rank, a cell a step, empty where idle."""
+    action = re.compile(r"(\d+)(F|I|B|W|UNSHARD|RESHARD|REDUCE_GRAD|(?:SEND|RECV)_[FB])(\d*)")
+
+    def cell(entry: str) -> list[tuple[str, int, int]]:
+        if not entry:
+            return []
+        pair = re.fullmatch(r"\((.*);(.*)\)OVERLAP_F_B", entry)
+        parts = pair.groups() if pair else [entry]
+        found = [action.fullmatch(part) for part in parts]
+        return [(m[2], int(m[1]), int(m[3])) for m in found]
+
+    return [[cell(entry) for entry in row] for row in csv.reader(io.StringIO(text))]
+
+
+@pytest.mark.parametrize("name", BUILDERS)
+def test_torch_reads_what_we_write(name):
+    for schedule in (build(name, 4, 5), spelled_out(build(name, 4, 5))):
+        read = as_torch_reads(schedule.to_csv())
+        assert read == [[[tuple(a) for a in cell] for cell in row] for row in schedule.rows]
+    assert as_torch_reads(Schedule([[], ["F0"]]).to_csv()) == [[[]], [[("F", 1, 0)]]]
 
 
 def test_text_forms():

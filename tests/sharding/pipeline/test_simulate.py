@@ -45,7 +45,7 @@ def needs(action: Action, schedule: Schedule) -> list[Action]:
     return [a for a in wanted[kind] if a in there]
 
 
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(seeds, costs, st.booleans())
 def test_nothing_runs_before_what_it_needs_nor_two_things_at_once(seed, times, lockstep):
     schedule, times = random_table(seed, together=False), Times(*times)

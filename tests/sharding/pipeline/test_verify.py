@@ -23,8 +23,12 @@ def problems(text: str) -> list[str]:
     return [str(problem) for problem in error.value.problems]
 
 
-def test_a_thousand_legal_tables_pass():
-    for seed in range(1000):
+few_or_all = pytest.mark.parametrize("count", [250, pytest.param(1000, marks=pytest.mark.slow)])
+
+
+@few_or_all
+def test_a_thousand_legal_tables_pass(count):
+    for seed in range(count):
         schedule = random_table(seed)
         proof = verify(schedule)
         assert max(proof.in_flight) >= 1
@@ -32,9 +36,10 @@ def test_a_thousand_legal_tables_pass():
             verify(spelled_out(schedule))
 
 
-def test_a_thousand_mutants_are_refused_and_the_cell_is_named():
+@few_or_all
+def test_a_thousand_mutants_are_refused_and_the_cell_is_named(count):
     kinds = Counter()
-    for seed in range(1000):
+    for seed in range(count):
         schedule = random_table(
             seed, 1 + seed % 4, 2 + seed % 5, chunks=1 + (seed // 8) % 2, together=seed % 3 == 0
         )
@@ -47,7 +52,7 @@ def test_a_thousand_mutants_are_refused_and_the_cell_is_named():
             assert_a_circle(spoilt, error.value.problems)
         else:
             assert named & cells, (seed, kind, named, cells)
-    assert min(kinds.values()) >= 20, kinds
+    assert min(kinds.values()) >= count // 50, kinds
 
 
 def assert_a_circle(schedule: Schedule, found) -> None:

@@ -65,6 +65,12 @@ def greedy(
     return Schedule(floor.rows, name)
 
 
+def in_turn(schedule: Schedule, *, split: bool) -> Schedule:
+    """The same stages on the same ranks, and all of a kind before the next: F, then B or I, W."""
+    rule = lambda action: "FBIW".index(action.kind)
+    return greedy(rule, schedule.rank_of, schedule.microbatches, split=split)
+
+
 class _Floor:
     """What is free and what is ready, as time goes on.
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,8 @@ from jax.sharding import PartitionSpec as P
 
 from xform._compat import varying_axes
 from xform.jaxpr._walk import walk
+from xform.sharding.pipeline._kinds import Kinds
+from xform.sharding.pipeline._permute import permutes
 from xform.sharding.pipeline._schedule import Schedule
 from xform.sharding.pipeline._split import Split, check_floats
 
@@ -27,17 +29,24 @@ AXIS = "pp"
 _LOCAL = {"pvary", "pcast", "preduced"}
 
 
+class Where(NamedTuple):
+    """Which stage, and which of its rank's chunks that is; numbers that may be traced."""
+
+    stage: Any
+    chunk: Any
+
+
 @dataclass(frozen=True)
 class Model:
     """A model and what it is applied to on one device. What travels is a list of leaves here.
 
     Attributes:
       first, last: the functions at the ends.
-      passes: those of a stage.
-      split: whether backward passes are made in parts.
+      passes: those of the stages.
       x_tree, x: tree and types of what travels.
       loss: the type of the loss.
       data: the axes over which weights are made to vary.
+      permutes: whether a function permutes along its own axes.
       weights: of this rank's stages, a leading dim for them.
       shared: what the ends read.
       batch: all microbatches, a leading dim for them.
@@ -45,12 +54,12 @@ class Model:
 
     first: Callable
     last: Callable
-    passes: Split
-    split: bool
+    passes: Kinds
     x_tree: Any
     x: Sequence
     loss: Any
     data: frozenset[str]
+    permutes: bool
     weights: Any = None
     shared: Any = None
     batch: Any = None
@@ -72,21 +81,27 @@ class Model:
     @property
     def keeps(self) -> tuple[list, list]:
         """Types of what a stage keeps: until I alone, and longer."""
-        return self.sort(self.passes.keeps)
+        return self.passes.early, self.passes.late
 
     @property
     def crosses(self) -> list:
         """Types of what crosses from I to W."""
-        return [c.type for c in self.passes.crossing] if self.split else []
+        return self.passes.cross
+
+    @property
+    def split(self) -> bool:
+        """Whether backward passes are made in parts."""
+        return self.passes.split
 
     def begin(self, m) -> list:
         """What the first stage is given."""
         return self._begin(self.shared, m)
 
-    def forward(self, chunk, m, x: Sequence) -> tuple[list, tuple[list, list]]:
+    def forward(self, where: Where, m, x: Sequence) -> tuple[list, tuple[list, list]]:
         """Pass F: what the stage gives and keeps."""
-        y, keep = self.passes.forward(self._chunk(chunk), self._tree(x), self._microbatch(m))
-        return jax.tree.leaves(y), self.sort(keep)
+        weights, given = self._chunk(where.chunk), self._microbatch(m)
+        y, *kept = self.passes.forward(where.stage, weights, self._tree(x), given)
+        return y, (kept[0], kept[1])
 
     def end(self, m, y: Sequence, sums: dict[str, Any]) -> tuple[list, dict[str, Any]]:
         """The gradient of the loss for what the last stage gave."""
@@ -97,36 +112,22 @@ class Model:
         loss = sums["loss"] + vary(loss, frozenset({AXIS})).astype(sums["loss"].dtype)
         return _as(g, self.x), sums | {"shared": _add(sums["shared"], shared), "loss": loss}
 
-    def backward(self, chunk, m, kept, g: Sequence, sums) -> tuple[list, list, dict[str, Any]]:
+    def backward(self, where: Where, m, kept, g: Sequence, sums) -> tuple[list, list, dict]:
         """Pass B or I: the gradient of the stage's input, and what crosses to W."""
-        weights, keep, g = self._chunk(chunk), self._unsorted(*kept), self._tree(g)
-        if self.split:
-            dx, crossing, d = self.passes.input_gradient(weights, keep, g, self._microbatch(m))
-        else:
-            (dx, d), crossing = self.passes.backward(weights, keep, g, self._microbatch(m)), []
-        return jax.tree.leaves(dx), crossing, self._added(sums, chunk, d)
+        weights, given = self._chunk(where.chunk), self._microbatch(m)
+        add = lambda sums, d: self._added(sums, where.chunk, d)
+        return self.passes.backward(where.stage, weights, kept, self._tree(g), given, sums, add)
 
-    def weight_gradient(self, chunk, m, late: Sequence, crossing: Sequence, sums) -> dict[str, Any]:
+    def weight_gradient(self, where: Where, m, late: Sequence, crossing: Sequence, sums) -> dict:
         """Pass W."""
-        weights, given = self._chunk(chunk), self._microbatch(m)
-        return self._added(sums, chunk, self.passes.weight_gradient(weights, late, crossing, given))
+        weights, given = self._chunk(where.chunk), self._microbatch(m)
+        add = lambda sums, d: self._added(sums, where.chunk, d)
+        return self.passes.weight_gradient(where.stage, weights, late, crossing, given, sums, add)
 
     def begin_gradient(self, m, dx: Sequence, sums: dict[str, Any]) -> dict[str, Any]:
         """The gradient of what the first stage was given, for what the ends share."""
         _, pullback = _vjp_of_floats(lambda shared: self._begin(shared, m), self.shared)
         return sums | {"shared": _add(sums["shared"], *pullback(list(dx)))}
-
-    def sort(self, keep: Sequence) -> tuple[list, list]:
-        """What of a stage's values waits for I alone, and what for W, or for B."""
-        flags = self.passes.late if self.split else [True] * len(keep)
-        pairs = list(zip(keep, flags, strict=True))
-        return [k for k, late in pairs if not late], [k for k, late in pairs if late]
-
-    def _unsorted(self, early: Sequence, late: Sequence) -> list:
-        if not self.split:
-            return list(late)
-        these, those = iter(late), iter(early)
-        return [next(these if is_late else those) for is_late in self.passes.late]
 
     def _begin(self, shared, m) -> list:
         return _as(jax.tree.leaves(self.first(shared, self._microbatch(m))), self.x)
@@ -146,34 +147,74 @@ class Model:
         return jax.tree.unflatten(self.x_tree, leaves)
 
 
-def model_of(functions: tuple, weights, shared, batch, *, split: bool, schedule: Schedule) -> Model:
+def model_of(functions: tuple, weights, shared, batch, *, schedule: Schedule, split: bool) -> Model:
     """Returns what is known of a model inside the mesh.
 
     Raises:
-      ValueError: a spec splits what a rank must see whole; a function reaches over the pipeline's
+      ValueError: a function reaches over the pipeline's
         axis; the loss is not the same on the devices of a stage.
       TypeError: what travels has no gradient or changes its type; the loss is no number.
     """
-    _check_shards(schedule, weights, shared, batch)
     stage, first, last = functions
     along = frozenset({AXIS})
     data = along.union(*map(varying_axes, jax.tree.leaves(batch)))
     weights, shared = _floats_vary(weights, data), vary(_floats_vary(shared, data), along)
     given = jax.tree.map(lambda b: b[0], vary(batch, along))
     begin = lambda shared, given: vary(first(shared, given), along)
-    program, shapes = jax.make_jaxpr(begin, return_shape=True)(shared, given)
-    _check_collectives("first", program)
-    x, x_tree = program.out_avals, jax.tree.structure(shapes)
+    begins, shapes = jax.make_jaxpr(begin, return_shape=True)(shared, given)
+    _check_collectives("first", begins)
+    x, x_tree = begins.out_avals, jax.tree.structure(shapes)
     check_floats("first", x)
-    whole = jax.tree.unflatten(x_tree, x)
-    passes = Split(stage, jax.tree.map(lambda w: w[0], weights), whole, given)
-    _check_types(x_tree, x, passes)
-    for program in passes.programs:
+    whole, one = jax.tree.unflatten(x_tree, x), jax.tree.map(lambda w: w[0], weights)
+    kinds, of_stage = _kinds(stage, schedule)
+    each = [Split(function, one, whole, given) for function in kinds]
+    programs = [program for passes in each for program in passes.programs]
+    for passes in each:
+        _check_types(x_tree, x, passes)
+    for program in programs:
         _check_collectives("stage", program)
-    program = jax.make_jaxpr(last)(shared, whole, given)
-    _check_collectives("last", program)
-    loss = _check_loss(program.out_avals)
-    return Model(first, last, passes, split, x_tree, x, loss, data).on(weights, shared, batch)
+    ends = jax.make_jaxpr(last)(shared, whole, given)
+    _check_collectives("last", ends)
+    loss, moves = _check_loss(ends.out_avals), permutes([begins, *programs, ends])
+    passes = Kinds(each, of_stage, split=split)
+    model = Model(first, last, passes, x_tree, x, loss, data, moves)
+    return model.on(weights, shared, batch)
+
+
+def _kinds(stage, schedule: Schedule) -> tuple[list[Callable], list[int]]:
+    """The functions that are not the same, and which of them each stage is."""
+    if callable(stage):
+        return [stage], [0] * schedule.stages
+    if len(stage) != schedule.stages:
+        raise ValueError(
+            f"`stage` is a list of {len(stage)} functions, and the schedule has {schedule.stages} "
+            "stages: one for each is needed, or one for all."
+        )
+    different = list(dict.fromkeys(stage))
+    return different, [different.index(function) for function in stage]
+
+
+def entered(enter: Callable | None, weights, shared) -> tuple[Any, Any, Callable]:
+    """What all passes read, and what takes sums of its gradients back to what was given."""
+    if enter is None:
+        return weights, shared, lambda dw, ds: (reduced(dw, weights), reduced(ds, shared))
+    leaves, tree = jax.tree.flatten((weights, shared))
+
+    def of(floats):
+        mixed = [x if d is None else d for x, d in zip(leaves, floats, strict=True)]
+        ready = enter(*jax.tree.unflatten(tree, mixed))
+        return of_floats(ready), ready
+
+    floats = [x if _is_float(x) else None for x in leaves]
+    like, pull, ready = jax.vjp(of, floats, has_aux=True)
+
+    def back(*sums) -> tuple:
+        cast = lambda x, d: vary(d, varying_axes(x)).astype(x.dtype)
+        (grads,) = pull(jax.tree.map(cast, like, reduced(sums, ready)))
+        wide = lambda d: d.astype(jnp.promote_types(d.dtype, jnp.float32))
+        return jax.tree.unflatten(tree, jax.tree.map(wide, grads))
+
+    return *ready, back
 
 
 def vary(tree, axes: frozenset[str]):
@@ -235,7 +276,7 @@ def check_sizes(schedule: Schedule, mesh: Mesh, weights, batch) -> None:
         raise ValueError(f"sizes do not fit: {'; '.join(wrong)}.")
 
 
-def _check_shards(schedule: Schedule, weights, shared, batch) -> None:
+def check_shards(schedule: Schedule, weights, shared, batch) -> None:
     """A rank must see its own stages, all microbatches, and all of what is shared."""
     chunks, wrong = schedule.stages // schedule.ranks, []
     for name, tree, count, over, spec in (

@@ -7,8 +7,11 @@ that costs, `simulate(schedule, times, lockstep=True)` says.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
+from statistics import median
 from typing import Any
 
 import jax
@@ -17,14 +20,17 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from xform.sharding.pipeline._greedy import in_turn
 from xform.sharding.pipeline._model import (
     AXIS,
+    check_shards,
     check_sizes,
+    entered,
     full_specs,
     model_of,
     of_floats,
-    reduced,
 )
+from xform.sharding.pipeline._permute import in_groups
 from xform.sharding.pipeline._schedule import Schedule
 from xform.sharding.pipeline._table import Room, Table, fits, table
 from xform.sharding.pipeline._tick import start, tick
@@ -32,7 +38,7 @@ from xform.sharding.pipeline._times import UNIT, Times
 
 
 def one_program(
-    stage: Callable,
+    stage: Callable | Sequence[Callable],
     first: Callable,
     last: Callable,
     *,
@@ -40,6 +46,7 @@ def one_program(
     weights: Any = P(AXIS),
     shared: Any = P(),
     batch: Any = P(),
+    enter: Callable | None = None,
     room: Room | None = None,
     times: Times = UNIT,
 ) -> OneProgram:
@@ -51,6 +58,7 @@ def one_program(
 
     Args:
       stage: `stage(weights, x, batch) -> y` of one stage and one microbatch; y has the type of x.
+        One function, or one for each stage, as `xform.stages` makes them; fewer compile faster.
         What it need not keep for the backward pass it says by `jax.checkpoint`.
       first: `first(shared, batch) -> x`, what the first stage is given: an embedding, say.
       last: `last(shared, y, batch) -> loss`, a number: the share of one microbatch in the loss,
@@ -59,6 +67,10 @@ def one_program(
       weights, shared, batch: trees of specs, or one for all leaves. The first dim of weights counts
         the stages, in the order of `by_rank`, and is split over `pp`; that of the batch counts the
         microbatches.
+      enter: `enter(weights, shared) -> (weights, shared)`, what passes read in their place: it runs
+        once, before all passes, and its derivative once, after them. Here weights that rest split
+        over another axis are gathered (`data.gather`), and those cast that differ in use alone
+        (`data.per_device`), so that gradients are summed over devices once.
       room: what buffers hold, so that one compiled program serves all schedules that fit it; for
         each schedule its own where None.
       times: what actions take, by which ticks are filled.
@@ -75,7 +87,11 @@ def one_program(
     >>> round(float(loss), 3), dw.shape, round(float(de), 3)
     (4.57, (1,), 2.52)
     """
-    return OneProgram(stage, first, last, mesh, (weights, shared, batch), room, times)
+    specs = weights, shared, batch
+    return OneProgram((stage, first, last), mesh, specs, enter, room, times)
+
+
+_MEASURED = 16  # ticks
 
 
 class OneProgram:
@@ -85,11 +101,14 @@ class OneProgram:
       traced: how many programs it has traced, and had compiled, so far.
     """
 
-    def __init__(self, stage, first, last, mesh: Mesh, specs, room: Room | None, times: Times):
+    def __init__(
+        self, functions: tuple, mesh: Mesh, specs: tuple, enter: Callable | None,
+        room: Room | None, times: Times,
+    ):  # fmt: skip
         if AXIS not in mesh.shape:
             raise ValueError(f"`one_program` needs a mesh axis `{AXIS}`; found {mesh.axis_names}.")
-        self.functions = stage, first, last
-        self.mesh, self.specs, self.room, self.times = mesh, specs, room, times
+        self.functions, self.mesh, self.specs, self.enter = functions, mesh, specs, enter
+        self.room, self.times = room, times
         self.traced = 0
         self._programs: dict[Any, Any] = {}
 
@@ -116,6 +135,33 @@ class OneProgram:
         program, args = self._ready(schedule, weights, shared, batch)
         return program.lower(*args)
 
+    def measure(self, schedule: Schedule, weights, shared, batch) -> Times:
+        """Returns what every stage's passes take in a tick, and an idle tick: means, in seconds.
+
+        A table that fills one slot of one rank, over and over, tells what it takes. It is compiled
+        twice, with backward passes whole and in parts, and needs GPipe's memory.
+
+        Args:
+          schedule: of which the owners of stages and the number of microbatches count.
+          weights, shared, batch: as for a call.
+        """
+        trees, taken = (weights, shared, batch), {}
+        for split in (False, True):
+            made = table(in_turn(schedule, split=split), split=split)
+            count = made.room.ticks + _MEASURED
+            program = self._compiled(replace(made.room, ticks=count), made, trees)
+            run = partial(_seconds, lambda numbers, p=program: p(self._placed(numbers), *trees))
+            idle = run(np.zeros_like(made.padded(count)))
+            base = run(made.padded(count))
+            for slot, kind in zip("fiw", "FIW" if split else "FB", strict=False):
+                for stage in range(schedule.stages):
+                    rows = np.repeat(made.alone(slot, stage), _MEASURED, 0)
+                    seconds = run(np.concatenate([made.numbers, rows])) - base
+                    taken[kind, stage] = max(seconds, 0.0) / _MEASURED
+            taken["idle", 0] = idle / count
+        of = lambda kind: [taken[kind, stage] for stage in range(schedule.stages)]
+        return Times(of("F"), of("B"), of("I"), of("W"), taken["idle", 0])
+
     def _ready(self, schedule: Schedule, *trees) -> tuple[Any, tuple]:
         """The program for a call, made if there is none yet, and its operands."""
         split = None if self.room is None else self.room.cross > 0
@@ -124,13 +170,19 @@ class OneProgram:
         room = self.room or replace(made.room, ticks=_rounded(made.room.ticks))
         if short := fits(room, made.room):
             raise ValueError(f"the schedule does not fit the `room` given: {'; '.join(short)}.")
+        return self._compiled(room, made, trees), (self._placed(made.padded(room.ticks)), *trees)
+
+    def _placed(self, numbers: np.ndarray):
+        return jax.device_put(numbers, NamedSharding(self.mesh, P(None, AXIS)))
+
+    def _compiled(self, room: Room, made: Table, trees: tuple) -> Any:
+        """The program for such a room, table and operands, made if there is none yet."""
         floats = [of_floats(tree) for tree in trees[:2]]
         chunks = len(made.schedule.stages_of[0])
         key = room, made.x_ways, chunks, jax.tree.structure((trees, floats))
         if key not in self._programs:
             self._programs[key] = jax.jit(self._program(room, made, floats))
-        place = NamedSharding(self.mesh, P(None, AXIS))
-        return self._programs[key], (jax.device_put(made.padded(room.ticks), place), *trees)
+        return self._programs[key]
 
     def _program(self, room: Room, made: Table, floats: list) -> Callable:
         ring = len(made.schedule.stages_of[0]) > 1
@@ -141,12 +193,16 @@ class OneProgram:
 
         def local(numbers, weights, shared, batch):
             self.traced += 1
-            options = {"split": room.cross > 0, "schedule": made.schedule}
+            check_shards(made.schedule, weights, shared, batch)
+            weights, shared, back = entered(self.enter, weights, shared)
+            options = {"schedule": made.schedule, "split": room.cross > 0}
             model = model_of(self.functions, weights, shared, batch, **options)
-            turn = lambda state, row: (tick(model, state, row[0], send), None)
+            one_tick = lambda state, row: tick(model, state, row, send)
+            if model.permutes:
+                one_tick = in_groups(one_tick, but=AXIS)
+            turn = lambda state, row: (one_tick(state, row[0]), None)
             (_, sums), _ = lax.scan(turn, start(model, room), numbers)
-            grads = reduced(sums["weights"], weights), reduced(sums["shared"], shared)
-            return lax.psum(sums["loss"], AXIS), grads
+            return lax.psum(sums["loss"], AXIS), back(sums["weights"], sums["shared"])
 
         specs = [full_specs(spec, tree) for spec, tree in zip(self.specs, floats, strict=False)]
         return jax.shard_map(
@@ -181,6 +237,18 @@ def by_stage(ranks, schedule: Schedule):
     """
     order = np.argsort([stage for own in schedule.stages_of for stage in own])
     return jax.tree.map(lambda x: x[order], ranks)
+
+
+def _seconds(run: Callable, numbers: np.ndarray) -> float:
+    """What a run takes, the median of three, after one that compiles."""
+
+    def once() -> float:
+        start = time.perf_counter()
+        jax.block_until_ready(run(numbers))
+        return time.perf_counter() - start
+
+    once()
+    return median(once() for _ in range(3))
 
 
 def _moved(values: list, way: str, ranks: int, ring: bool) -> list:

@@ -12,9 +12,7 @@ each rank.
 from __future__ import annotations
 
 import time
-from collections import defaultdict
 from collections.abc import Callable, Sequence
-from statistics import median
 from typing import Any
 
 import jax
@@ -24,17 +22,18 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from xform.sharding.mesh import settle
-from xform.sharding.pipeline._greedy import greedy
-from xform.sharding.pipeline._model import AXIS, check_sizes, full_specs, of_floats
+from xform.sharding.pipeline._greedy import in_turn
+from xform.sharding.pipeline._model import AXIS, Where, check_sizes, full_specs, of_floats
 from xform.sharding.pipeline._programs import Programs
 from xform.sharding.pipeline._schedule import Action, Schedule
 from xform.sharding.pipeline._simulate import simulate
 from xform.sharding.pipeline._ticks import is_split
 from xform.sharding.pipeline._times import UNIT, Times
+from xform.sharding.pipeline._verify import verify
 
 
 def per_stage(
-    stage: Callable,
+    stage: Callable | Sequence[Callable],
     first: Callable,
     last: Callable,
     *,
@@ -42,6 +41,7 @@ def per_stage(
     weights: Any = P(AXIS),
     shared: Any = P(),
     batch: Any = P(),
+    enter: Callable | None = None,
     times: Times = UNIT,
 ) -> PerStage:
     """Returns a function that runs schedules with a program for each pass of a stage.
@@ -53,6 +53,7 @@ def per_stage(
       stage, first, last: the model, as for `one_program`.
       mesh: the mesh; its slices along `pp` run the stages.
       weights, shared, batch: specs, as for `one_program`.
+      enter: what makes weights and shared ready, as for `one_program`.
       times: what actions take, by which the order of sending them off is found.
 
     Raises:
@@ -70,13 +71,15 @@ def per_stage(
     >>> round(float(loss), 3), dw.shape, round(float(de), 3)
     (4.57, (1,), 2.52)
     """
-    return PerStage((stage, first, last), mesh, (weights, shared, batch), times)
+    return PerStage((stage, first, last), mesh, (weights, shared, batch), enter, times)
 
 
 class PerStage:
     """Runs schedules; `per_stage` makes it."""
 
-    def __init__(self, functions: tuple, mesh: Mesh, specs: tuple, times: Times):
+    def __init__(
+        self, functions: tuple, mesh: Mesh, specs: tuple, enter: Callable | None, times: Times
+    ):
         if AXIS not in mesh.shape:
             raise ValueError(f"`per_stage` needs a mesh axis `{AXIS}`; found {mesh.axis_names}.")
         if {device.process_index for device in mesh.devices.flat} != {jax.process_index()}:
@@ -85,6 +88,7 @@ class PerStage:
                 "of others: `one_program` runs on them."
             )
         self.functions, self.mesh, self.specs, self.times = functions, mesh, specs, times
+        self.enter = enter
         along = mesh.axis_names.index(AXIS)
         slices = np.split(mesh.devices, mesh.shape[AXIS], axis=along)
         self.meshes = [Mesh(part, mesh.axis_names, axis_types=mesh.axis_types) for part in slices]
@@ -99,39 +103,40 @@ class PerStage:
         return self._gathered(self._run(schedule, trees).finish(), trees)
 
     def measure(self, schedule: Schedule, weights, shared, batch) -> Times:
-        """Returns what every stage's passes take, and a message: medians, in seconds.
+        """Returns what every stage's passes take, and a message: means, in seconds.
 
-        Everything runs twice, first to compile it; then each action alone, to its end.
+        All microbatches of one stage and kind are sent off together, first the forward passes, as
+        GPipe does it, and needs memory for it. What it takes to send them off counts where it takes
+        longer than the pass itself, as it does in a run.
 
         Args:
           schedule: of which the owners of stages and the number of microbatches count.
           weights, shared, batch: as for a call.
         """
-        trees = weights, shared, batch
-        taken: dict[tuple[str, int], list[float]] = defaultdict(list)
+        trees, taken = (weights, shared, batch), {}
         for split in (False, True):
-            kinds = "FIW".index if split else "FB".index
-            rule = lambda action, kinds=kinds: (action.microbatch, kinds(action.kind))
-            alone = greedy(rule, schedule.rank_of, schedule.microbatches, split=split)
-            self._run(alone, trees)
-            for key, seconds in self._run(alone, trees, timed=True).taken.items():
-                taken[key] += seconds
-        of = lambda kind: [median(taken[kind, stage]) for stage in range(schedule.stages)]
-        send = [x for (kind, _), found in taken.items() if kind == "send" for x in found]
-        return Times(of("F"), of("B"), of("I"), of("W"), median(send) if send else 0.0)
+            alone = in_turn(schedule, split=split)
+            self._start(alone, trees).timed(split=split)  # which compiles
+            taken |= self._start(alone, trees).timed(split=split)
+        of = lambda kind: [taken[kind, stage] for stage in range(schedule.stages)]
+        return Times(of("F"), of("B"), of("I"), of("W"), taken.get(("send", 0), 0.0))
 
-    def _run(self, schedule: Schedule, trees: Sequence, *, timed: bool = False) -> _Run:
+    def _run(self, schedule: Schedule, trees: Sequence) -> _Run:
         """Sends all actions off."""
-        timeline = simulate(schedule, self.times)  # which verifies it
-        schedule = timeline.schedule
+        run = self._start(schedule, trees)
+        for action in simulate(schedule, self.times).begun:
+            run.do(action)
+        return run
+
+    def _start(self, schedule: Schedule, trees: Sequence) -> _Run:
+        """A run of which nothing is sent off yet."""
+        verify(schedule)
+        schedule = schedule.without_messages()
         if len({len(own) for own in schedule.stages_of}) > 1:
             raise ValueError("weights are split evenly: every rank needs as many stages.")
         check_sizes(schedule, self.mesh, trees[0], trees[2])
         parts = [[self._part(tree, mesh) for tree in trees] for mesh in self.meshes]
-        run = _Run(schedule, self._made(schedule, parts[0]), self.meshes, parts, timed)
-        for action in timeline.begun:
-            run.do(action)
-        return run
+        return _Run(schedule, self._made(schedule, parts[0]), self.meshes, parts)
 
     def _made(self, schedule: Schedule, part: Sequence) -> Programs:
         """The programs for such operands, traced once for all ranks."""
@@ -139,7 +144,9 @@ class PerStage:
         key = is_split(schedule), tree, tuple((x.shape, x.dtype) for x in leaves)
         if key not in self._programs:
             mesh = self.meshes[0].abstract_mesh
-            self._programs[key] = Programs(self.functions, mesh, self.specs, part, schedule)
+            self._programs[key] = Programs(
+                self.functions, mesh, self.specs, self.enter, part, schedule
+            )
         return self._programs[key]
 
     def _part(self, tree, mesh: Mesh) -> Any:
@@ -181,29 +188,40 @@ class PerStage:
 
 
 class _Run:
-    """One run of a schedule: what is on the way, and what every rank holds.
+    """One run of a schedule: what is on the way, and what every rank holds."""
 
-    Attributes:
-      taken: where timed, the seconds of each kind of action of each stage, and of each message.
-    """
-
-    def __init__(
-        self, schedule: Schedule, programs: Programs, meshes: Sequence[Mesh], parts, timed: bool
-    ):
+    def __init__(self, schedule: Schedule, programs: Programs, meshes: Sequence[Mesh], parts):
         self.schedule, self.programs, self.meshes, self.parts = schedule, programs, meshes, parts
-        self.timed, self._now = timed, 0.0
-        self.taken: dict[tuple[str, int], list[float]] = defaultdict(list)
+        self.ready = [(settle(programs.ready(*part[:2])), part[2]) for part in parts]
         self.held: dict[tuple[str, int, int], Any] = {}
         self.sums = [self._call("zero", rank, 0, 0)[0] for rank in range(schedule.ranks)]
 
-    def do(self, action: Action) -> None:
-        """Sends an action off, and its result on; where timed, waits for both."""
-        self._now = 0.0
-        self._do(action)
-        if self.timed:
-            self.taken[action.kind, action.stage].append(self._now)
+    def timed(self, *, split: bool) -> dict[tuple[str, int], float]:
+        """Runs everything, and returns the seconds of each kind of each stage, and of a message."""
+        down = range(self.schedule.stages)
+        kinds = [("F", down), ("I" if split else "B", down[::-1]), *[("W", down)] * split]
+        taken: dict[tuple[str, int], float] = {}
+        for kind, stage in ((kind, stage) for kind, stages in kinds for stage in stages):
+            start = time.perf_counter()
+            for m in range(self.schedule.microbatches):
+                self.do(Action(kind, stage, m))
+            taken[kind, stage] = self._each(start)
+            if stage == 0 < down[-1] and kind == "F":
+                mesh = self.meshes[self.schedule.rank_of[0]]
+                waiting = [self.held["x", 1, m] for m in range(self.schedule.microbatches)]
+                start = time.perf_counter()
+                self.held["back", 0, 0] = [self._moved(x, mesh) for x in waiting]
+                taken["send", 0] = self._each(start)
+                del self.held["back", 0, 0]
+        return taken
 
-    def _do(self, action: Action) -> None:
+    def _each(self, start: float) -> float:
+        """The seconds of a microbatch since the start."""
+        jax.block_until_ready((self.held, self.sums))
+        return (time.perf_counter() - start) / self.schedule.microbatches
+
+    def do(self, action: Action) -> None:
+        """Sends an action off, and its result on."""
         kind, stage, m = action.kind, action.stage, action.microbatch
         rank = self.schedule.rank_of[stage]
         chunk, last = self.schedule.stages_of[rank].index(stage), self.schedule.stages - 1
@@ -236,7 +254,7 @@ class _Run:
         """For each rank the loss, the gradients of its weights, and those of shared."""
         first, last = self.schedule.rank_of[0], self.schedule.rank_of[-1]
         results = [
-            self.programs.reduce()(*part, sums)
+            self.programs.reduce(part[:2], sums)
             for part, sums in zip(self.parts, self.sums, strict=True)
         ]
         loss, shared = results[last][0], results[first][2]
@@ -250,20 +268,13 @@ class _Run:
         ]
 
     def _call(self, name: str, rank: int, chunk: int, m: int, *values) -> list:
-        start, program = time.perf_counter(), self.programs[name]
-        out = settle(program(*self.parts[rank], np.int32(m), np.int32(chunk), *values))
-        if self.timed:
-            jax.block_until_ready(out)
-            self._now += time.perf_counter() - start
-        return out
+        program, own = self.programs[name], self.schedule.stages_of[rank]
+        where = Where(np.int32(own[chunk] if own else 0), np.int32(chunk))
+        return settle(program(*self.ready[rank], np.int32(m), where, *values))
 
     def _send(self, what: str, values: list, stage: int, m: int) -> None:
-        mesh = self.meshes[self.schedule.rank_of[stage]]
-        start = time.perf_counter()
-        there = self.held[what, stage, m] = self._moved(values, mesh)
-        if self.timed and any(x.sharding.mesh != mesh for x in values):
-            jax.block_until_ready(there)
-            self.taken["send", stage].append(time.perf_counter() - start)
+        there = self.meshes[self.schedule.rank_of[stage]]
+        self.held[what, stage, m] = self._moved(values, there)
 
     def _moved(self, tree, mesh: Mesh) -> Any:
         """The arrays, laid out in the same way on another rank."""

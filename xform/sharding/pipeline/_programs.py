@@ -15,7 +15,15 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from xform._compat import varying_axes
-from xform.sharding.pipeline._model import AXIS, Model, full_specs, model_of, reduced
+from xform.sharding.pipeline._model import (
+    AXIS,
+    Model,
+    check_shards,
+    entered,
+    full_specs,
+    model_of,
+    of_floats,
+)
 from xform.sharding.pipeline._schedule import Schedule
 from xform.sharding.pipeline._ticks import is_split
 
@@ -27,13 +35,18 @@ class Programs:
       model: the model, without operands.
       types: of all that lives between programs.
       sums_tree: the tree of gradients and loss.
+      ready_tree: that of weights and shared as passes read them.
     """
 
-    def __init__(self, functions: tuple, mesh, specs: Sequence, part: Sequence, schedule):
-        self.mesh, self.specs = mesh, specs
+    def __init__(
+        self, functions: tuple, mesh, specs: Sequence, enter: Callable | None, part: Sequence,
+        schedule: Schedule,
+    ):  # fmt: skip
+        self.mesh, self.specs, self.enter = mesh, specs, enter
         self.model: Any = None
         self.types: dict[str, list] = {}
         self.sums_tree: Any = None
+        self.ready_tree: Any = None
         self._jitted: dict[str, Any] = {}
         self._look(functions, part, schedule)
 
@@ -41,13 +54,15 @@ class Programs:
         """Finds the model, and the types of all that lives between programs."""
 
         def look(weights, shared, batch):
-            options = {"split": is_split(schedule), "schedule": schedule}
-            model = model_of(functions, weights, shared, batch, **options)
+            check_shards(schedule, weights, shared, batch)
+            ready = entered(self.enter, weights, shared)[:2]
+            model = model_of(functions, *ready, batch, schedule=schedule, split=is_split(schedule))
             sums = model.sums()
             early, late = model.keeps
             types = {"x": model.x, "early": early, "late": late, "cross": model.crosses}
-            self.types = types | {"sums": [jax.typeof(v) for v in jax.tree.leaves(sums)]}
-            self.sums_tree = jax.tree.structure(sums)
+            of = lambda tree: [jax.typeof(v) for v in jax.tree.leaves(tree)]
+            self.types = types | {"sums": of(sums), "ready": of(ready)}
+            self.sums_tree, self.ready_tree = map(jax.tree.structure, (sums, ready))
             self.model = replace(model, weights=None, shared=None, batch=None)
             return ()
 
@@ -55,29 +70,49 @@ class Programs:
         jax.make_jaxpr(mapped)(*part)
 
     def __getitem__(self, name: str) -> Callable:
-        """A pass as a program: of a rank's arrays, microbatch, chunk and values to values."""
+        """A pass as a program: of what is ready, batch, microbatch, stage and values to values."""
         if name not in self._jitted:
             self._jitted[name] = self._jit(*_PASSES[name])
         return self._jitted[name]
 
+    def ready(self, weights, shared) -> Any:
+        """What passes read of a rank's arrays: these, or what `enter` makes of them."""
+        if self.enter is None:
+            return weights, shared
+        if "ready" not in self._jitted:
+
+            def local(weights, shared):
+                return _stacked(entered(self.enter, weights, shared)[:2])
+
+            outs, specs = self.specs_of("ready"), tuple(self.specs[:2])
+            mapped = jax.shard_map(local, mesh=self.mesh, in_specs=specs, out_specs=outs)
+            self._jitted["ready"] = jax.jit(mapped)
+        return self._jitted["ready"](weights, shared)
+
+    def _ready(self, given) -> tuple[Any, Any]:
+        """The same inside of a program."""
+        if self.enter is None:
+            return given
+        return jax.tree.unflatten(self.ready_tree, [v[0] for v in given])
+
     def _jit(self, of: Callable, reads: Sequence[str], gives: Sequence[str]) -> Any:
-        def local(weights, shared, batch, m, chunk, *values):
-            model = self.model.on(weights, shared, batch)
+        def local(ready, batch, m, where, *values):
+            model = self.model.on(*self._ready(ready), batch)
             read = [[v[0] for v in value] for value in values]
             given = {
                 name: jax.tree.unflatten(self.sums_tree, value) if name == "sums" else value
                 for name, value in zip(reads, read, strict=True)
             }
-            out = of(model, chunk, m, **given)
-            return [[v[None] for v in jax.tree.leaves(value)] for value in out]
+            return [_stacked(value) for value in of(model, where, m, **given)]
 
+        ready = self.specs_of("ready") if self.enter else tuple(self.specs[:2])
         mapped = jax.shard_map(
             local,
             mesh=self.mesh,
-            in_specs=(*self.specs, P(), P(), *map(self.specs_of, reads)),
+            in_specs=(ready, self.specs[2], P(), P(), *map(self.specs_of, reads)),
             out_specs=[self.specs_of(name) for name in gives],
         )
-        donated = [5 + i for i, name in enumerate(reads) if name == "sums"]
+        donated = [4 + i for i, name in enumerate(reads) if name == "sums"]
         # Operands say on which devices it runs, those too that it does not read.
         return jax.jit(mapped, donate_argnums=donated, keep_unused=True)
 
@@ -86,71 +121,65 @@ class Programs:
         order = self.mesh.axis_names
         return [P(tuple(sorted(varying_axes(t), key=order.index))) for t in self.types[name]]
 
-    def reduce(self) -> Any:
-        """The program that sums gradients over devices: loss, those of weights, and of shared."""
+    def reduce(self, given: Sequence, sums) -> Any:
+        """Sums gradients over devices: the loss, those of weights, and of shared."""
         if "reduce" not in self._jitted:
 
-            def local(weights, shared, batch, sums):
-                del batch
+            def local(weights, shared, sums):
+                back = entered(self.enter, weights, shared)[2]
                 sums = jax.tree.unflatten(self.sums_tree, [v[0] for v in sums])
-                grads = reduced(sums["weights"], weights), reduced(sums["shared"], shared)
-                return lax.psum(sums["loss"], AXIS), *grads
+                return lax.psum(sums["loss"], AXIS), *back(sums["weights"], sums["shared"])
 
-            like = jax.tree.unflatten(self.sums_tree, self.types["sums"])
-            pairs = zip(self.specs, (like["weights"], like["shared"]), strict=False)
-            specs = [full_specs(spec, tree) for spec, tree in pairs]
+            specs = [full_specs(s, of_floats(t)) for s, t in zip(self.specs, given, strict=False)]
             mapped = jax.shard_map(
                 local,
                 mesh=self.mesh,
-                in_specs=(*self.specs, self.specs_of("sums")),
-                out_specs=(
-                    P(),
-                    *(full_specs(s, t) for s, t in zip(specs, self._likes(), strict=True)),
-                ),
+                in_specs=(*self.specs[:2], self.specs_of("sums")),
+                out_specs=(P(), *specs),
             )
             self._jitted["reduce"] = jax.jit(mapped)
-        return self._jitted["reduce"]
-
-    def _likes(self) -> list:
-        """Trees of the leaves that have gradients."""
-        sums = jax.tree.unflatten(self.sums_tree, self.types["sums"])
-        return [sums["weights"], sums["shared"]]
+        return self._jitted["reduce"](*given, sums)
 
 
-def _begin(model: Model, chunk, m) -> list:
-    del chunk
+def _stacked(tree) -> list:
+    """Its leaves, each with a leading dim."""
+    return [v[None] for v in jax.tree.leaves(tree)]
+
+
+def _begin(model: Model, where, m) -> list:
+    del where
     return [model.begin(m)]
 
 
-def _forward(model: Model, chunk, m, x: Sequence) -> list:
-    y, (early, late) = model.forward(chunk, m, x)
+def _forward(model: Model, where, m, x: Sequence) -> list:
+    y, (early, late) = model.forward(where, m, x)
     return [y, early, late]
 
 
-def _end(model: Model, chunk, m, x: Sequence, sums) -> list:
-    del chunk
+def _end(model: Model, where, m, x: Sequence, sums) -> list:
+    del where
     return [*model.end(m, x, sums)]
 
 
-def _backward(model: Model, chunk, m, early, late, x: Sequence, sums) -> list:
-    return [*model.backward(chunk, m, (early, late), x, sums)]
+def _backward(model: Model, where, m, early, late, x: Sequence, sums) -> list:
+    return [*model.backward(where, m, (early, late), x, sums)]
 
 
-def _begin_gradient(model: Model, chunk, m, x: Sequence, sums) -> list:
-    del chunk
+def _begin_gradient(model: Model, where, m, x: Sequence, sums) -> list:
+    del where
     return [model.begin_gradient(m, x, sums)]
 
 
-def _weight_gradient(model: Model, chunk, m, late, cross, sums) -> list:
-    return [model.weight_gradient(chunk, m, late, cross, sums)]
+def _weight_gradient(model: Model, where, m, late, cross, sums) -> list:
+    return [model.weight_gradient(where, m, late, cross, sums)]
 
 
-def _zero(model: Model, chunk, m) -> list:
-    del chunk, m
+def _zero(model: Model, where, m) -> list:
+    del where, m
     return [model.sums()]
 
 
-# What each program reads beside the rank's arrays, microbatch and chunk, and what it gives.
+# What each program reads beside what is ready, batch, microbatch and stage, and what it gives.
 _PASSES: dict[str, tuple[Callable, tuple[str, ...], tuple[str, ...]]] = {
     "zero": (_zero, (), ("sums",)),
     "begin": (_begin, (), ("x",)),

@@ -196,8 +196,8 @@ class Schedule:
             [str(cell[0]) if len(cell) == 1 else together(cell) for cell in row]
             for row in self.rows
         )
-        # A row of no cells would be a blank line, which means no row.
-        csv.writer(out, lineterminator="\n").writerows([row or [_IDLE] for row in rows])
+        # A row of no cells would be a blank line, which means no row: it has one idle step.
+        csv.writer(out, lineterminator="\n").writerows([row or [""] for row in rows])
         return out.getvalue()
 
     @classmethod

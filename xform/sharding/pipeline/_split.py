@@ -17,6 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.interpreters import partial_eval
 
 from xform._compat import Jaxpr, jaxpr_as_fun, varying_axes
 from xform.jaxpr._interpret import run_body
@@ -253,8 +254,10 @@ def _is_float(leaf) -> bool:
 
 
 def _inlined(jaxpr: Jaxpr) -> Jaxpr:
+    """The program without calls, and without what nothing reads: gradients of constants, say."""
     whole = rewrite(jaxpr_as_fun(jaxpr), dict.fromkeys(_CALLS, run_body))
-    return jax.make_jaxpr(whole)(*jaxpr.in_avals)
+    flat = jax.make_jaxpr(whole)(*jaxpr.in_avals)
+    return partial_eval.dce_jaxpr(flat, [True] * len(flat.outvars), instantiate=True)[0]
 
 
 def _flags(*trees, varies: Sequence[bool]) -> list[bool]:

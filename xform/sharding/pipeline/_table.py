@@ -22,9 +22,10 @@ from xform.sharding.pipeline._verify import verify
 # What a rank does in a tick: in the slots F, I (or B) and W; and where arrivals of it go. Ups come
 # from the rank before, downs from the one after, and "here" from another chunk of the same rank.
 COLUMNS = (
-    "f", "f_first", "f_last", "f_chunk", "f_batch", "f_x", "f_g", "f_early", "f_late",
-    "i", "i_first", "i_last", "i_chunk", "i_batch", "i_g", "i_early", "i_late", "i_cross",
-    "w", "w_chunk", "w_batch", "w_late", "w_cross",
+    "f", "f_first", "f_last", "f_stage", "f_chunk", "f_batch", "f_x", "f_g", "f_early", "f_late",
+    "i", "i_first", "i_last", "i_stage", "i_chunk", "i_batch", "i_g", "i_early", "i_late",
+    "i_cross",
+    "w", "w_stage", "w_chunk", "w_batch", "w_late", "w_cross",
     "x_up", "x_up_to", "x_here", "x_here_to", "x_down", "x_down_to",
     "g_up", "g_up_to", "g_here", "g_here_to", "g_down", "g_down_to",
 )  # fmt: skip
@@ -74,6 +75,17 @@ class Table:
     room: Room
     x_ways: tuple[str, ...]
     g_ways: tuple[str, ...]
+
+    def alone(self, slot: str, stage: int) -> np.ndarray:
+        """A tick `[1, ranks, columns]` of one action of a stage, and nothing beside it."""
+        rank = self.schedule.rank_of[stage]
+        chunk = self.schedule.stages_of[rank].index(stage)
+        busy = self.numbers[:, rank, COLUMNS.index(slot)] > 0
+        mine = busy & (self.numbers[:, rank, COLUMNS.index(f"{slot}_chunk")] == chunk)
+        own = [i for i, name in enumerate(COLUMNS) if name.split("_")[0] == slot]
+        out = np.zeros_like(self.numbers[:1])
+        out[0, rank, own] = self.numbers[np.flatnonzero(mine)[-1], rank, own]
+        return out
 
     def padded(self, count: int) -> np.ndarray:
         """The numbers with idle ticks at the end, `count` in all."""
@@ -200,7 +212,7 @@ def _write(
         to = schedule.rank_of[target]
         put(to, **{f"{what}_{way}": 1, f"{what}_{way}_to": slots[what][target, m]})
 
-    place = {"chunk": chunk, "batch": m, "late": slots["late"][at], "": 1}
+    place = {"stage": stage, "chunk": chunk, "batch": m, "late": slots["late"][at], "": 1}
     ends = {"first": int(stage == 0), "last": int(stage == last)}
     early = {"early": slots["early"].get(at, 0)}
     cross = {"cross": slots["cross"].get(at, 0)}

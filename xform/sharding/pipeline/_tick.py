@@ -13,7 +13,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
-from xform.sharding.pipeline._model import Model, at, zeros
+from xform.sharding.pipeline._model import Model, Where, at, zeros
 from xform.sharding.pipeline._table import COLUMNS, Room
 
 type State = tuple[dict[str, list], dict[str, Any]]
@@ -62,7 +62,7 @@ def _forward(model: Model, buffers: dict[str, list], now: dict[str, Any]) -> lis
     kept = _get(buffers, "early", now["f_early"]), _get(buffers, "late", now["f_late"])
     y, (early, late) = lax.cond(
         now["f"] > 0,
-        lambda x, _: model.forward(now["f_chunk"], m, x),
+        lambda x, _: model.forward(_where(now, "f"), m, x),
         lambda _, kept: ([zeros(t) for t in model.x], kept),
         x,
         kept,
@@ -91,7 +91,7 @@ def _backward(
     crossing = _get(buffers, "cross", now["i_cross"])
 
     def work(given, sums):
-        dx, crossing, sums = model.backward(now["i_chunk"], m, kept, given[0], sums)
+        dx, crossing, sums = model.backward(_where(now, "i"), m, kept, given[0], sums)
         return (dx, crossing), sums
 
     idle = lambda given, sums: (([zeros(t) for t in model.x], given[1]), sums)
@@ -114,7 +114,7 @@ def _weight_gradient(
 
     def work(_, sums):
         m = now["w_batch"]
-        return (), model.weight_gradient(now["w_chunk"], m, late, crossing, sums)
+        return (), model.weight_gradient(_where(now, "w"), m, late, crossing, sums)
 
     return _when(now["w"], work, lambda _, sums: ((), sums), (), sums, ("weights",))[1]
 
@@ -124,6 +124,10 @@ def _when(flag, work: Callable, idle: Callable, given, sums: dict[str, Any], nam
     some = {name: sums[name] for name in names}
     out, some = lax.cond(flag > 0, work, idle, given, some)
     return out, sums | some
+
+
+def _where(now: dict[str, Any], slot: str) -> Where:
+    return Where(now[f"{slot}_stage"], now[f"{slot}_chunk"])
 
 
 def _get(buffers: dict[str, list], name: str, slot) -> list:
