@@ -4,16 +4,17 @@
     uv run --extra train examples/train.py --tp 1 --steps 1000 --model.layers 8
     uv run --extra train examples/train.py --dp 4 --tp 2 --layout.fsdp \
         --layout.sequence --layout.overlap ring
+    uv run --extra train examples/train.py --dp 2 --cp 2 --tp 2 --length 2048 --layout.context ring
     uv run --extra train examples/train.py --data notes/ letters.txt
     uv run --extra train examples/train.py --data train.bin --separator 50256 \
         --model.codes 50257 --tokenizer tokenizer.json
     uv run --extra train examples/train.py --resume
 
 It runs on all accelerators that JAX finds, or on a CPU split into eight virtual devices, as a mesh
-of `dp` (each a part of the batch) × `tp` (each a part of the matrices); how, parallel.py says. With
-`--processes`, as many as these share the mesh, each with its own devices: all are given the same
-command but for their `--process`. What a run leaves is a folder in `runs/`. Ctrl-C lets it finish
-and save its step; `--resume` goes on as if nothing had happened.
+of `dp` (each a part of the batch) × `cp` (of each row, if there is one) × `tp` (of the matrices);
+how, parallel.py says. With `--processes`, as many as these share the mesh, each with its own
+devices: all are given the same command but for their `--process`. What a run leaves is a folder in
+`runs/`. Ctrl-C lets it finish and save its step; `--resume` goes on as if nothing had happened.
 """
 
 import contextlib
@@ -85,7 +86,9 @@ class Config:
     """The token that ends a document of a `.bin` file; by default, the file is one document."""
 
     dp: int | None = None
-    """Devices along the data axis; by default all that `tp` leaves."""
+    """Devices along the data axis; by default all that `cp` and `tp` leave."""
+    cp: int | None = None
+    """Devices along the context axis, which share each row; by default the mesh has none."""
     tp: int | None = None
     """Devices along the tensor axis; by default 2 where it divides devices and vocabulary."""
     layout: Layout = parallel.PLAIN
@@ -111,7 +114,7 @@ class Config:
 
 # What may be another when a run goes on. Its data is known by the tokens, wherever they lie.
 FREE = (
-    *("dp", "tp", "layout", "coordinator", "processes", "process"),
+    *("dp", "cp", "tp", "layout", "coordinator", "processes", "process"),
     *("run", "resume", "save_every", "prompt", "temperature", "data"),
 )
 
@@ -119,7 +122,8 @@ FREE = (
 def check(config: Config) -> None:
     """Raises one error that lists all that makes no sense by itself."""
     m, layout = config.model, config.layout
-    names = ("steps", "batch", "length", "held_out_rows", "save_every", "dp", "tp", "processes")
+    names = ("steps", "batch", "length", "held_out_rows", "save_every", "processes")
+    names += ("dp", "cp", "tp")
     positive = {f"model.{name}": size for name, size in dataclasses.asdict(m).items()}
     positive |= {name: getattr(config, name) for name in names}
     wrong = [f"{x}={n} must be above 0" for x, n in positive.items() if n is not None and n <= 0]
@@ -191,7 +195,8 @@ def mesh_for(config: Config) -> Mesh:
     """Returns the mesh of all devices, once it is known that model and batch divide over it."""
     count = jax.device_count()
     tp = config.tp or math.gcd(2, count, config.model.codes)
-    mesh = make_mesh(dp=config.dp or max(1, count // tp), tp=tp)
+    dp = config.dp or max(1, count // (tp * (config.cp or 1)))
+    mesh = make_mesh(dp=dp, cp=config.cp, tp=tp)
     parallel.check(config.layout, config.model, mesh, config.batch, config.length)
     return mesh
 
@@ -261,7 +266,7 @@ def training(
     state = first_state(config, mesh) if saved is None else saved
     for i in range(done, config.steps):
         part = batch(rows, i, size=config.batch, seed=config.seed)
-        part = place(part, shardings(mesh, P("dp")))
+        part = parallel.place_rows(part, mesh)
         loss, grads = settle(grads_of(state["params"], part))
         state, loss = settle(update(state, loss, grads))
         if not math.isfinite(loss):
@@ -278,7 +283,7 @@ def evaluate(config: Config, mesh: Mesh, params: dict, rows: Source) -> float:
         chosen = np.arange(i, i + config.batch)
         part = rows.take(chosen % count)
         part.labels[chosen >= count] = NO_LABEL
-        loss, found = settle(sums(params, place(part, shardings(mesh, P("dp")))))
+        loss, found = settle(sums(params, parallel.place_rows(part, mesh)))
         total, labels = total + float(loss), labels + int(found)
     return total / labels
 
@@ -295,7 +300,8 @@ def forecast(config: Config, mesh: Mesh) -> Costs:
     params = jax.tree.map(struct, params, parallel.placement(config.layout, config.model, mesh))
     shape = (config.batch, config.length)
     rows = jax.eval_shape(lambda: Rows(*[np.zeros(shape, np.int32)] * 3))
-    rows = jax.tree.map(lambda x: struct(x, shardings(mesh, P("dp"))), rows)
+    placed = shardings(mesh, P(*parallel.of_rows(mesh)))
+    rows = jax.tree.map(lambda x: struct(x, placed), rows)
     grads = parallel.gradients(config.model, mesh, config.layout)
     costs = cost(grads)(params, rows)
     print(f"{costs}\n{memory(grads)(params, rows)}")

@@ -2,6 +2,7 @@
 
 from xform.sharding.context._attention import attention as attention
 from xform.sharding.context._attention import whole as whole
+from xform.sharding.context._parallel import ContextParallel as ContextParallel
 from xform.sharding.context._plan import Plan as Plan
 from xform.sharding.context._plan import which as which
 from xform.sharding.context._tiles import Load as Load

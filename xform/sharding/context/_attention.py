@@ -177,7 +177,7 @@ def _checked(q, k, v, sinks, axis: str, method, layout, aux, implementation) -> 
         raise ValueError(f"context.attention: {'; '.join(wrong)}.")
     if method == "ulysses" and q.shape[2] % n:
         raise NotImplementedError(
-            f'context.attention: `method="ulysses"` deals out heads, and {axis}={n} does not divide '
-            f"{q.shape[2]} query heads: take another method, or another mesh."
+            f'context.attention: `method="ulysses"` deals out heads, and {axis}={n} does not '
+            f"divide {q.shape[2]} query heads: take another method, or another mesh."
         )
     return layout

@@ -36,7 +36,8 @@ class Cost:
 
     Attributes:
       sent: bytes that a device sends.
-      compute, exposed: seconds of the busiest device's products, and of messages that nothing hides.
+      compute: seconds of the busiest device's products.
+      exposed: seconds of messages that nothing hides.
       misfit: why it can't run; None if it can.
     """
 
@@ -104,7 +105,8 @@ def which(
       mask_mod: as of `attention`. Of arrays that are not known the plan assumes that they hide
         nothing.
       layout: as of `attention`.
-      device: such as "H200"; by default the one that JAX runs on, if its rates are known, else H200.
+      device: such as "H200", which it is by default, unless the rates of the one that JAX runs on
+        are known.
 
     >>> from xform import causal
     >>> from xform.sharding import context
@@ -121,9 +123,8 @@ def plan(q, k, v, devices: int, *, layout: Layout | None, mask_mod, device: str 
     n, (batch, part, heads, size), kv_heads = devices, q.shape, k.shape[2]
     layout = contiguous(n * part, n) if layout is None else layout
     rates = _rates(device)
-    tile = max(1, layout.chunk // max(1, _ROWS * layout.chunk // layout.length))
-    while layout.chunk % tile:
-        tile -= 1
+    enough = min(layout.chunk, layout.length // _ROWS)
+    tile = next(d for d in range(max(1, enough), layout.chunk + 1) if layout.chunk % d == 0)
     tiles, _ = tiles_by_chunk(mask_mod, layout.length, tile, layout.chunk, batch, heads)
     known = isinstance(layout.order, np.ndarray)
     load = Load(by_device(tiles, layout.order)) if known else None

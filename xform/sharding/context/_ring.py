@@ -144,7 +144,8 @@ def _backward(how: Ring, q, k, v, order, arrays, last, rows: Rows, d_out, d_lse)
         of_rows.append([dq, *rest])
         sums = how.send(sums, (0 if after is None else after) - step)
         block = arriving
-    assert finish is not None and sums is not None
+    assert finish is not None
+    assert sums is not None
     dq, *rest = (reduce(add, xs) for xs in zip(*of_rows, strict=True))
     dk, dv = sums
     grads = (x.astype(y.dtype) for x, y in zip((dq, dk, dv), (q, k, v), strict=True))

@@ -84,7 +84,7 @@ def tiles_by_chunk(
 
 def _live(mask: Callable, length: int, tile: int, batch: int, heads: int):
     opened = open_mod("mask_mod", mask)
-    arrays = tuple(None if isinstance(x, Tracer) else np.asarray(x) for x in opened.arrays)
+    arrays = [None if isinstance(x, Tracer) else np.asarray(x) for x in opened.arrays]
     types = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in opened.arrays)
     index = jax.ShapeDtypeStruct((), jnp.int32)
     # In the order that block maps know: indices first.
@@ -93,22 +93,22 @@ def _live(mask: Callable, length: int, tile: int, batch: int, heads: int):
     read = {id(v) for eqn in program.eqns for v in eqn.invars}
     used = (id(v) in read for v in program.invars[:2])
     sizes = tuple(n if u else 1 for n, u in zip((batch, heads), used, strict=True))
-    given = tuple(x.tobytes() for x in arrays if x is not None)
     moving = tuple(x is not None for x in arrays)
-    return _maps(program, types, moving, given, sizes, length, tile), all(moving)
+    run = _maps(program, types, moving, length, tile)
+    # Apart from whatever is being traced.
+    with jax.ensure_compile_time_eval(), jax.sharding.use_abstract_mesh(_NO_MESH):
+        args = [np.arange(n, dtype=np.int32) for n in sizes] + [x for x in arrays if x is not None]
+        found = np.asarray(run(*jax.device_put(args, jax.local_devices()[0])))
+    return found.reshape(-1, *found.shape[2:]), all(moving)
 
 
-@lru_cache(maxsize=32)
-def _maps(
-    program: Jaxpr, types: tuple, moving: tuple, given: tuple, sizes: tuple, length: int, tile: int
-) -> np.ndarray:
-    """Whether a mask leaves something of each tile, `[maps, rows, cols]`."""
-    arrays = iter(given)
-    known = [
-        np.frombuffer(next(arrays), t.dtype).reshape(t.shape)
-        for t, m in zip(types, moving, strict=True)
-        if m
-    ]
+@lru_cache(maxsize=64)
+def _maps(program: Jaxpr, types: tuple, moving: tuple, length: int, tile: int) -> Callable:
+    """Whether a mask leaves something of each tile, `[batch, heads, rows, cols]`, compiled once.
+
+    The result is a function of batch entries, heads and those arrays that are `moving`; others
+    may hold anything.
+    """
 
     def live(b, h, *known):
         left = iter(known)
@@ -117,14 +117,8 @@ def _maps(
         lengths: Any = dict(q_len=length, kv_len=length, q_tile=tile, kv_tile=tile)
         return block_map(program, captures, b=b, h=h, **lengths) != EMPTY
 
-    others = (None,) * len(known)
-    over = jax.vmap(jax.vmap(live, (None, 0, *others)), (0, None, *others))
-    # Compiled and run apart from whatever is being traced.
-    with jax.ensure_compile_time_eval(), jax.sharding.use_abstract_mesh(_NO_MESH):
-        here = jax.local_devices()[0]
-        args = [np.arange(n, dtype=np.int32) for n in sizes]
-        found = np.asarray(jax.jit(over)(*jax.device_put([*args, *known], here)))
-    return found.reshape(-1, *found.shape[2:])
+    others = (None,) * sum(moving)
+    return jax.jit(jax.vmap(jax.vmap(live, (None, 0, *others)), (0, None, *others)))
 
 
 _NO_MESH = jax.sharding.AbstractMesh((), ())

@@ -113,7 +113,7 @@ class Layout:
 
     def load(
         self,
-        masks: Callable | None | Sequence[Callable | None],
+        masks: Callable | Sequence[Callable | None] | None,
         *,
         tile: int = _TILE,
         batch: int = 1,
@@ -142,8 +142,8 @@ class Layout:
     def _taken(self, x, places, dim: int):
         if x.shape[dim] != self.length:
             raise ValueError(
-                f"a layout of {self.length} positions got an array of shape {tuple(x.shape)}, which "
-                f"has {x.shape[dim]} along dimension {dim}: pad the sequence, or name its dimension."
+                f"a layout of {self.length} positions got an array of shape {tuple(x.shape)}, with "
+                f"{x.shape[dim]} along dimension {dim}: pad the sequence, or name its dimension."
             )
         if self.in_order:
             return x
@@ -187,7 +187,7 @@ def zigzag(length: int, devices: int) -> Layout:
 
 
 def balanced(
-    masks: Callable | None | Sequence[Callable | None],
+    masks: Callable | Sequence[Callable | None] | None,
     length: int,
     devices: int,
     *,

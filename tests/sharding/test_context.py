@@ -1,0 +1,331 @@
+"""Context parallelism: equal to one device for any mask and layout, balanced, and hidden."""
+
+from itertools import product
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jax.sharding import PartitionSpec as P
+
+from tests.sharding.context_cases import (
+    KINDS,
+    METHODS,
+    Case,
+    T,
+    compared,
+    layouts_of,
+)
+from tests.sharding.equal import assert_equal, mesh_of, on_one, run_on, values
+from xform import causal, documents, flex_attention, sliding_window
+from xform.primitives.masks import full, show
+from xform.sharding import audit, context, declare, shardings
+
+# ---- equal to one device -------------------------------------------------------------------------
+
+# Each pair of a kind and a method, and of each a size; sizes and other axes take turns.
+PAIRS = [
+    Case("causal", "ring", 8),
+    Case("window", "all_gather", 4),
+    Case("documents", "ring", 4),
+    Case("documents", "ulysses", 2, dp=2, tp=2),
+    Case("alternating", "ring", 2, dp=2, tp=2),
+    Case("alternating", "all_gather", 8),
+    Case("neighborhood", "ulysses", 4),
+    Case("alibi", "ulysses", 8),
+    Case("softcap", "all_gather", 2, tp=2),
+    Case("table", "ring", 4, tp=2),
+    Case("bias", "all_gather", 4),
+    Case("bias", "ring", 2, dp=2),
+]
+ALL = [Case(*x) for x in product(KINDS, METHODS, (2, 4, 8))]
+
+
+@jax.enable_checks(False)  # of jaxprs, which take as long as all the rest
+def equals_one_device(case: Case):
+    for layout in layouts_of(case.cp):
+        report = compared(case, layout)
+        assert not report.wrong, f"{case} in {layout}: {report.complaint()}"
+        assert max(leaf.error for leaf in report.leaves) < 1e-12
+
+
+@pytest.mark.parametrize("case", PAIRS, ids=str)
+def test_loss_and_gradients_equal_one_device(case, unchecked):
+    equals_one_device(case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ALL, ids=str)
+def test_every_kind_method_and_size_equals_one_device(case, unchecked):
+    equals_one_device(case)
+
+
+# ---- what is known while a program is traced -----------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("case", "steps"),
+    [(Case("window", "ring", 4), [0, 1]), (Case("neighborhood", "ring", 4), [0, 1, 2, 3])],
+    ids=["window", "neighborhood"],
+)
+def test_steps_in_which_nobody_has_work_send_nothing(case, steps, unchecked):
+    """A window of 6 over parts of 8; a neighborhood's edge looks back and ahead."""
+    layout = context.contiguous(T, case.cp)
+    with jax.enable_checks(False):
+        report = compared(case, layout, known=True)
+    assert max(leaf.error for leaf in report.leaves) < 1e-12
+    assert permutes(case, layout) == 2 * max(1, len(steps) - 1)
+
+
+def permutes(case: Case, layout) -> int:
+    """Arrays that a case sends around, forward: keys and values, of each step but one."""
+    from tests.sharding.context_cases import layers_of
+
+    ((score_mod, mask_mod),) = layers_of(case.kind)({}, {})
+    attend = lambda x: context.attention(
+        x, x, x, axis="cp", method="ring", layout=layout, score_mod=score_mod, mask_mod=mask_mod
+    )
+    f = on(mesh_of(cp=case.cp), attend, P(None, "cp"))
+    return str(jax.make_jaxpr(f)(jnp.ones((1, T, 2, 4)))).count("ppermute[")
+
+
+def on(mesh, f, specs, out=None):
+    return jax.shard_map(f, mesh=mesh, in_specs=specs, out_specs=out or P(None, "cp"))
+
+
+# ---- layouts -------------------------------------------------------------------------------------
+
+
+@given(st.integers(1, 4), st.integers(1, 5), st.integers(1, 3), st.integers(0, 99))
+def test_a_layout_is_a_permutation_that_join_undoes(n, chunks, chunk, seed):
+    order = np.random.default_rng(seed).permutation(n * chunks).reshape(n, chunks)
+    layout = context.Layout(order.astype(np.int32), chunk)
+    x = np.arange(layout.length)[None]
+    assert sorted(layout.permutation) == list(range(layout.length))
+    np.testing.assert_array_equal(layout.split(x)[0], layout.permutation)
+    np.testing.assert_array_equal(layout.join(layout.split(x)), x)
+
+
+def random_ids(length: int, seed: int, mean: int) -> np.ndarray:
+    lengths = np.random.default_rng(seed).exponential(mean, 4 * length // mean).astype(int) + 1
+    return np.repeat(np.arange(len(lengths)), lengths)[:length]
+
+
+LONG, TILE = 4096, 16
+"""In tiles, a row of 32k with the tiles of a kernel."""
+
+
+@pytest.mark.parametrize("n", [2, 4, 8])
+def test_random_documents_are_balanced_to_a_twentieth(n):
+    worst = 0
+    for seed, mean in enumerate((200, 1000, 3000)):
+        mask = causal() & documents(random_ids(LONG, seed, mean))
+        layout = context.balanced(mask, LONG, n, chunk=LONG // n // 16)
+        worst = max(worst, layout.load(mask, tile=TILE).imbalance)
+        assert context.contiguous(LONG, n).load(mask, tile=TILE).imbalance > 1.05
+    assert worst <= 1.05
+
+
+def test_layers_of_other_masks_are_balanced_in_their_sum():
+    """What balances the one leaves the other uneven: tokens of the first half look far back."""
+    ids = random_ids(LONG, 5, 700)
+    masks = [causal() & documents(ids), causal() & sliding_window(64), full()]
+    masks.append(lambda b, h, q, k: (q < LONG // 2) & (k <= q))
+    layout = context.balanced(masks, LONG, 4, chunk=64)
+    assert layout.load(masks, tile=TILE).imbalance < 1.01
+    assert context.zigzag(LONG, 4).load(masks, tile=TILE).imbalance > 1.05
+
+
+def test_batches_and_heads_count_by_their_own_masks():
+    ids = np.stack([random_ids(256, seed, 60) for seed in range(3)])
+    of_head = lambda b, h, q, k: (
+        (q >= k) & (ids_jax[b, q] == ids_jax[b, k]) & (q - k < 32 * (h + 1))
+    )
+    ids_jax = jnp.asarray(ids)
+    layout = context.balanced(of_head, 256, 4, chunk=4, batch=3, heads=2)
+    load = layout.load(of_head, tile=4, batch=3, heads=2)
+    i, j = np.arange(256)[:, None], np.arange(256)[None]
+    dense = [
+        (i >= j) & (ids[b][i] == ids[b][j]) & (i - j < 32 * (h + 1))
+        for b in range(3)
+        for h in (0, 1)
+    ]
+    tiles = np.mean([m.reshape(64, 4, 64, 4).any((1, 3)) for m in dense], axis=0)
+    by_device = tiles[layout.order.ravel()].reshape(4, 16, 64).sum((1, 2))
+    np.testing.assert_allclose(load.each, by_device)
+    assert load.imbalance < 1.02
+
+
+def test_rounds_of_a_ring_are_those_of_its_busiest_device():
+    load = context.zigzag(64, 4).load(causal(), tile=8)
+    assert load.tiles.tolist() == [[3, 2, 2, 2], [2, 3, 2, 2], [2, 2, 3, 2], [2, 2, 2, 3]]
+    assert load.rounds.tolist() == [3, 2, 2, 2]
+    assert context.contiguous(64, 4).load(causal(), tile=8).rounds.tolist() == [3, 4, 4, 4]
+
+
+def test_permuted_positions_leave_tiles_what_they_are():
+    """A tile within a chunk is proven empty or full by the ends of its positions, as in order."""
+    ids = random_ids(256, 3, 60)
+    mask = causal() & documents(ids)
+    layout = context.balanced(mask, 256, 2, chunk=32)
+    order = layout.permutation
+    placed = lambda b, h, q, k: mask(b, h, jnp.asarray(order)[q], jnp.asarray(order)[k])
+    tiles = np.asarray(mask.show(256, tile=16).kinds)
+    moved = np.asarray(show(placed, 256, tile=16).kinds)
+    rows = order[::16] // 16
+    np.testing.assert_array_equal(moved, tiles[np.ix_(rows, rows)])
+
+
+# ---- which method --------------------------------------------------------------------------------
+
+
+def shapes(part: int, heads: int = 16, kv_heads: int = 8):
+    return [
+        jax.ShapeDtypeStruct((1, part, h, 128), jnp.bfloat16) for h in (heads, kv_heads, kv_heads)
+    ]
+
+
+def test_the_choice_follows_bytes_and_tiles():
+    of = lambda *x, **options: context.which(*shapes(*x), 4, device="H200", **options)
+    long = of(8192, mask_mod=causal(), layout=context.zigzag(32768, 4))
+    assert long.method == "ring"  # whose messages hide
+    keys = 8192 * 8 * 256 * 2
+    assert (long.costs["ring"].sent, long.costs["all_gather"].sent) == (3 * keys, 3 * keys)
+    assert long.costs["ulysses"].sent == 3 * (keys + 2 * keys) // 4
+    assert long.costs["ring"].exposed < 1e-9 < long.costs["all_gather"].exposed
+    in_order = of(8192, mask_mod=causal())
+    assert in_order.method == "ulysses"  # which is even in any layout
+    assert in_order.costs["ring"].compute > 1.5 * in_order.costs["ulysses"].compute
+    odd = of(8192, 6, 2, mask_mod=causal())
+    assert odd.costs["ulysses"].misfit == "4 devices don't divide 6 query heads"
+    window = of(8192, mask_mod=causal() & sliding_window(1024))
+    assert window.costs["ring"].sent == keys  # to one neighbour
+    text = str(odd)
+    assert "can't run" in text
+    assert "tiles of the busiest device" in text
+
+
+# ---- what is refused -----------------------------------------------------------------------------
+
+
+def refused(**options):
+    mesh = mesh_of(cp=4)
+    spec = options.pop("spec", P(None, "cp"))
+    heads, length = options.pop("heads", 4), options.pop("keys", 32)
+    q, k = np.ones((1, 32, heads, 4), np.float32), np.ones((1, length, 2, 4), np.float32)
+    attend = lambda q, k: context.attention(q, k, k, axis="cp", **options)
+    jax.eval_shape(
+        on(mesh, attend, spec, P()), *jax.device_put((q, k), shardings(mesh, (spec,) * 2))
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "said"),
+    [
+        ({"spec": P()}, ValueError, r"`q`, `k`, `v` the same on all devices of 'cp': split the"),
+        ({"keys": 16}, ValueError, r"8 queries and 4 keys on a device: needed are equally many"),
+        ({"layout": context.contiguous(64, 2)}, ValueError, r"is of 64 positions on 2 devices; n"),
+        ({"method": "tree"}, ValueError, r"`method` is 'tree'; there is None, 'ring', 'all_g"),
+        ({"aux": "max"}, ValueError, r"`aux` asks for \['max'\]; there is \['lse'\]"),
+        ({"mask_mod": documents(np.ones(8, int))}, ValueError, r"has shape \[8\]; .*needs \[32\]"),
+        ({"method": "ulysses", "heads": 6}, NotImplementedError, r"cp=4 does not divide 6 query"),
+    ],
+    ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
+)  # fmt: skip
+def test_what_does_not_fit_is_refused(options, error, said, unchecked):
+    with pytest.raises(error, match=said):
+        refused(**options)
+
+
+def test_layouts_refuse_what_does_not_divide_and_what_is_not_known():
+    with pytest.raises(
+        ValueError, match=r"`zigzag` can't deal out 12 positions to 4 devices: .* 8"
+    ):
+        context.zigzag(12, 4)
+    with pytest.raises(ValueError, match=r"layout of 8 positions got an array of shape \(1, 6\)"):
+        context.zigzag(8, 2).split(np.ones((1, 6)))
+    with pytest.raises(ValueError, match=r"these arrays are traced: make it outside"):
+        jax.jit(lambda ids: context.balanced(documents(ids), 8, 2, chunk=2).order)(jnp.ones(8, int))
+    with pytest.raises(ValueError, match=r"`method` without an `axis`: name the mesh axis"):
+        context.ContextParallel(method="ring")
+
+
+# ---- precision, derivatives, communication -------------------------------------------------------
+
+
+def test_bfloat16_is_as_right_as_on_one_device():
+    """Against float64: sums over parts are rounded once, at their end."""
+    v = values(1, q=(1, 64, 4, 16), k=(1, 64, 2, 16), v=(1, 64, 2, 16), ct=(1, 64, 4, 16))
+    narrow = [jnp.asarray(x, jnp.bfloat16) for x in v.values()]
+    layout = context.zigzag(64, 4)
+
+    def pulled(attend):
+        def f(q, k, v, ct):
+            out, back = jax.vjp(lambda *x: attend(*x, mask_mod=causal()), q, k, v)
+            return out, *back(ct)
+
+        return f
+
+    attend = lambda *x, **o: context.attention(*x, axis="cp", method="ring", layout=layout, **o)
+    mesh = mesh_of(cp=4)
+    split = jax.device_put([layout.split(x) for x in narrow], shardings(mesh, P(None, "cp")))
+    found = jax.jit(on(mesh, pulled(attend), P(None, "cp")))(*split)
+    found = [layout.join(np.asarray(x, np.float64)) for x in found]
+    one = jax.jit(pulled(flex_attention))(*narrow)
+    truth = on_one(pulled(flex_attention), *[np.asarray(x, np.float64) for x in narrow])
+    error = lambda x, y: np.sqrt(np.square(np.asarray(x, np.float64) - y).mean())
+    for x, y, exact in zip(found, one, truth, strict=True):
+        assert error(x, exact) <= 1.1 * error(y, exact)
+
+
+@pytest.mark.slow
+def test_a_ring_has_second_derivatives():
+    x = values(2, q=(1, 8, 2, 4), k=(1, 8, 1, 4), v=(1, 8, 1, 4))
+    x = tuple(x.values())
+
+    def twice(attend, total):
+        once = jax.grad(lambda *x: total(jnp.sin(attend(*x))), argnums=(0, 1, 2))
+        return jax.grad(lambda *x: sum(total(g**2) for g in once(*x)), argnums=(0, 1, 2))
+
+    attend = lambda *x: context.attention(*x, axis="cp", method="ring", mask_mod=causal())
+    total = lambda y: jax.lax.psum(jnp.sum(y), "cp")
+    specs = (P(None, "cp"),) * 3
+    found = run_on(mesh_of(cp=2), twice(attend, total), specs, specs, x)
+    right = on_one(twice(lambda *x: flex_attention(*x, mask_mod=causal()), jnp.sum), *x)
+    assert_equal(found, right, rtol=1e-11)
+
+
+def ring_on_h200s(n: int, kv_heads: int = 2):
+    """The audit of a ring's loss and gradients, compiled for so many H200s."""
+    length = 512 * n
+    layout = context.zigzag(length, n)
+
+    def loss(q, k, v, ids):
+        mask = causal() & documents(context.whole(ids, axis="cp", layout=layout))
+        out = context.attention(
+            q, k, v, axis="cp", method="ring", layout=layout, mask_mod=mask,
+            implementation="mosaic_gpu",
+        )  # fmt: skip
+        with declare("loss", "cp"):
+            return jax.lax.psum(jnp.sum(out.astype(jnp.float32)), "cp")
+
+    of = lambda heads: jax.ShapeDtypeStruct((1, length, heads, 64), jnp.bfloat16)
+    args = (of(4), of(kv_heads), of(kv_heads), jax.ShapeDtypeStruct((1, length), jnp.int32))
+    specs = (P(None, "cp"),) * 4
+    g = lambda *x: jax.shard_map(loss, in_specs=specs, out_specs=P())(*x)
+    return audit(jax.grad(g, argnums=(0, 1, 2)), args, {"cp": n}, specs=specs)
+
+
+@pytest.mark.parametrize(
+    "n", [2, pytest.param(4, marks=pytest.mark.slow), pytest.param(8, marks=pytest.mark.slow)]
+)
+def test_every_message_of_a_ring_has_attention_to_hide_behind(n):
+    """Forward and backward: with two devices, one message of keys and one of their gradients."""
+    report = ring_on_h200s(n)  # which raises for a message that is not hidden
+    sends = [m for m in report.messages if m.op == "collective-permute"]
+    assert all(m.covered for m in sends)
+    keys = 512 * 2 * 64 * 2 * 2  # bytes of keys and values
+    # Forward n - 1, back n - 2 more and n - 1 of gradients in float32; none after the last step.
+    assert sum(m.sent for m in sends) == keys * (n - 1) + keys * (n - 2) + 2 * keys * (n - 1)
