@@ -102,7 +102,7 @@ def with_pass(attend: Callable, which: str) -> Callable:
 # ---- programs ------------------------------------------------------------------------------------
 
 
-def on_one(row: Row, which: str) -> Callable:
+def on_one(row: Row, which: str) -> Any:
     """The program of one device."""
     import jax
 
@@ -112,7 +112,7 @@ def on_one(row: Row, which: str) -> Callable:
     return jax.jit(with_pass(attend, which))
 
 
-def on_several(row: Row, which: str, method: str, layout, mesh) -> Callable:
+def on_several(row: Row, which: str, method: Any, layout, mesh) -> Any:
     """The program of a method; ids are whole on all devices, in the order of positions."""
     import jax
 
@@ -196,6 +196,8 @@ def milliseconds(call: Callable, count: int) -> float:
 
 def measure(row: Row, mesh) -> dict:
     """Times and errors of everything in a row."""
+    import jax
+
     from xform.sharding import context
 
     start = time.perf_counter()
@@ -207,13 +209,10 @@ def measure(row: Row, mesh) -> dict:
     print(
         f"# {row.name}: {layout} in {made:.1f} s, busiest / mean {load.imbalance:.3f}", flush=True
     )
-    import jax
-
-    shapes = [jax.ShapeDtypeStruct((1, row.length // devices, h, row.size), row.dtype)
-              for h in (row.heads, row.kv_heads, row.kv_heads)]  # fmt: skip
-    print(
-        f"# {context.which(*shapes, devices, mask_mod=mask, layout=layout)}".replace("\n", "\n# ")
-    )
+    shape = lambda h: (1, row.length // devices, h, row.size)
+    q, k = (jax.ShapeDtypeStruct(shape(h), row.dtype) for h in (row.heads, row.kv_heads))
+    plan = context.which(q, k, k, devices, mask_mod=mask, layout=layout)
+    print(f"# {plan}".replace("\n", "\n# "), flush=True)
     calls = calls_of(row, layout, mesh)
     result: dict = {"row": asdict(row), "imbalance": load.imbalance, "ms": {}, "errors": {}}
     for which in PASSES:
@@ -254,7 +253,7 @@ def say(row: Row, which: str, result: dict) -> None:
 
 def main() -> None:
     """Prints the table, row by row."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--lengths", type=int, nargs="+", default=[32768, 65536, 131072])
     parser.add_argument("--masks", nargs="+", choices=MASKS, default=MASKS)
     parser.add_argument("--devices", type=int, default=2, help="GPUs that share a sequence")

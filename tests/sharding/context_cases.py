@@ -9,6 +9,7 @@ head or distance is whole. Some positions are padding that nothing sees, and hol
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -34,7 +35,7 @@ class Case:
     """A name in `KINDS`, a method, how many devices share the sequence, and those of other axes."""
 
     kind: str
-    method: str
+    method: Any
     cp: int
     dp: int = 1
     tp: int = 1
@@ -63,7 +64,7 @@ def layers_of(kind: str) -> Callable:
         "softcap": scored(lambda p: softcap(p["cap"])),
         "table": scored(lambda p: relative_bias(p["table"])),
         # A plain function that reads what lies with the keys, by entry and position.
-        "bias": scored(lambda p: lambda s, b, h, i, j: s * p["cap"][h] + p["bias"][b, j]),
+        "bias": scored(lambda p: softcap(p["cap"]) >> (lambda s, b, h, i, j: s + p["bias"][b, j])),
     }[kind]
 
 

@@ -1,7 +1,7 @@
 """`attention`: of queries, keys and values that a mesh axis splits along the sequence."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,11 +16,9 @@ from xform.primitives.parts import Program
 from xform.sharding._declare import declare
 from xform.sharding.context._exchange import by_all_gather, by_ulysses
 from xform.sharding.context._mods import Opens
-from xform.sharding.context._plan import METHODS, live_steps, plan
+from xform.sharding.context._plan import METHODS, Method, live_steps, plan
 from xform.sharding.context._ring import ring
 from xform.sharding.context.layouts import Layout, contiguous
-
-type Method = Literal["ring", "all_gather", "ulysses"]
 
 
 def attention(
@@ -97,7 +95,7 @@ def attention(
             if sinks is not None:
                 out, lse = _with_sinks(out, lse, sinks)
         else:
-            run = {"all_gather": by_all_gather, "ulysses": by_ulysses}[method]
+            run = by_all_gather if method == "all_gather" else by_ulysses
             options |= {"scale": scale, "sinks": sinks}
             out, lse = run(q, k, v, layout, score_mod, mask_mod, axis, options)
     out = out.astype(q.dtype)

@@ -11,6 +11,7 @@ layout, since heads have the same mask.
 
 from functools import partial
 from math import gcd
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -29,10 +30,7 @@ def by_all_gather(
     at = place(layout, lax.axis_index(axis)), place(layout, None)
     k, v = _gathered((k, v), axis)
     score_mod, mask_mod = (moved(mod, *at) for mod in (score_mod, mask_mod))
-    out, aux = flex_attention(
-        q, k, v, score_mod=score_mod, mask_mod=mask_mod, aux=("lse",), **options
-    )
-    return out, aux.lse
+    return _attended(q, k, v, score_mod=score_mod, mask_mod=mask_mod, **options)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1,))
@@ -57,20 +55,23 @@ def by_ulysses(
     n = lax.axis_size(axis)
     heads = q.shape[2] // n
     first = lax.axis_index(axis) * heads
-    at = place(layout, None), place(layout, None)
-    score_mod, mask_mod = (moved(mod, *at, head=first) for mod in (score_mod, mask_mod))
+    same = lambda i: i
+    score_mod, mask_mod = (moved(mod, same, same, head=first) for mod in (score_mod, mask_mod))
     copies = n // gcd(k.shape[2], n)
     q, k, v = (_to_heads(x, axis) for x in (q, _repeated(k, copies), _repeated(v, copies)))
-    if (sinks := options.get("sinks")) is not None:
-        options = options | {"sinks": _own(sinks, first, heads)}
-    out, aux = flex_attention(
-        q, k, v, score_mod=score_mod, mask_mod=mask_mod, aux=("lse",), **options
-    )
-    return _to_positions(out, axis), _to_positions(aux.lse[..., None], axis)[..., 0]
+    q, k, v = layout.join((q, k, v))  # so that differences of positions are those of indices
+    if options["sinks"] is not None:
+        sinks, first = join_axes((options["sinks"], first))
+        options = options | {"sinks": lax.dynamic_slice_in_dim(sinks, first, heads)}
+    out, lse = _attended(q, k, v, score_mod=score_mod, mask_mod=mask_mod, **options)
+    out, lse = (_to_positions(x, axis) for x in layout.split((out, lse[..., None])))
+    return out, lse[..., 0]
 
 
-def _own(sinks: Array, first: Array, heads: int) -> Array:
-    return lax.dynamic_slice_in_dim(*join_axes((sinks, first)), heads)
+def _attended(q: Array, k: Array, v: Array, **options: Any) -> tuple[Array, Array]:
+    out, aux = flex_attention(q, k, v, aux=("lse",), **options)
+    assert aux.lse is not None
+    return out, aux.lse
 
 
 def _repeated(x: Array, copies: int) -> Array:

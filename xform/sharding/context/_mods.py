@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import Array
 from jax.typing import ArrayLike
 
 from xform.primitives._mods import Opened, open_mod
@@ -32,8 +32,8 @@ def place(layout: Layout, device: ArrayLike | None) -> Place:
 
 
 def _in_table(positions: Array) -> Place:
-    mode = lax.GatherScatterMode.PROMISE_IN_BOUNDS
-    return lambda i: positions.at[i].get(mode=mode, wrap_negative_indices=False)
+    there = {"mode": "promise_in_bounds", "wrap_negative_indices": False}
+    return lambda i: positions.at[i].get(**there)
 
 
 class Opens(NamedTuple):

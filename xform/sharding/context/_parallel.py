@@ -8,7 +8,8 @@ from jax import Array, lax
 from jaxtyping import PyTree
 
 from xform.primitives.attention import flex_attention
-from xform.sharding.context._attention import Method, attention, whole
+from xform.sharding.context._attention import attention, whole
+from xform.sharding.context._plan import Method
 from xform.sharding.context.layouts import Layout
 
 

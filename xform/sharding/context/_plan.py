@@ -12,6 +12,7 @@ behind products, step by step, where the others wait for theirs:
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import gcd
+from typing import Literal
 
 import jax
 import numpy as np
@@ -20,7 +21,8 @@ from xform._devices import DEVICES, Device
 from xform.sharding.context._tiles import Load, by_device, tiles_by_chunk
 from xform.sharding.context.layouts import Layout, contiguous
 
-METHODS = ("ring", "all_gather", "ulysses")
+type Method = Literal["ring", "all_gather", "ulysses"]
+METHODS: tuple[Method, ...] = ("ring", "all_gather", "ulysses")
 
 # Of the peak: attention's products on a Hopper, and what a message of some MB reaches of NVLink.
 _COMPUTE, _NETWORK = 0.6, 0.7
@@ -64,9 +66,9 @@ class Plan:
       device: whose rates were taken.
     """
 
-    method: str
+    method: Method
     why: str
-    costs: dict[str, Cost]
+    costs: dict[Method, Cost]
     load: Load | None
     device: str
 
@@ -126,8 +128,8 @@ def plan(q, k, v, devices: int, *, layout: Layout | None, mask_mod, device: str 
     enough = min(layout.chunk, layout.length // _ROWS)
     tile = next(d for d in range(max(1, enough), layout.chunk + 1) if layout.chunk % d == 0)
     tiles, _ = tiles_by_chunk(mask_mod, layout.length, tile, layout.chunk, batch, heads)
-    known = isinstance(layout.order, np.ndarray)
-    load = Load(by_device(tiles, layout.order)) if known else None
+    order = layout.order
+    load = Load(by_device(tiles, order)) if isinstance(order, np.ndarray) else None
     kind = "bfloat16" if q.dtype.itemsize == 2 else str(q.dtype)
     of_tile = 2 * batch * heads * tile * tile * (size + v.shape[-1])
     of_tile /= rates.peak[kind] * _COMPUTE
@@ -143,7 +145,7 @@ def plan(q, k, v, devices: int, *, layout: Layout | None, mask_mod, device: str 
     copies = n // gcd(kv_heads, n)
     moved = (of_queries + copies * of_keys) * (n - 1) // n
     misfit = f"{n} devices don't divide {heads} query heads" if heads % n else None
-    costs = {
+    costs: dict[Method, Cost] = {
         "ring": Cost(
             of_keys * (len(live) - 1), float(rounds.sum()) * of_tile,
             message * (len(live) - 1) - float(sum(hidden)),

@@ -95,6 +95,18 @@ def _nothing(q: Array, v: Array) -> tuple[Array, Array]:
     return tuple(join_axes((out, jnp.full(q.shape[:3], -jnp.inf, wide), q, v))[:2])
 
 
+class _Saved(NamedTuple):
+    """What is kept for the backward pass: what was given, the keys that came last, and the rows."""
+
+    q: Array
+    k: Array
+    v: Array
+    order: Array
+    arrays: list[Array]
+    last: tuple[Array, Array]
+    rows: Rows
+
+
 def _differentiable(how: Ring) -> Callable:
     @jax.custom_vjp
     def run(q, k, v, order, arrays):
@@ -103,9 +115,9 @@ def _differentiable(how: Ring) -> Callable:
 
     def forward(q, k, v, order, arrays):
         rows, last = _forward(how, q, k, v, order, arrays)
-        return (rows.out, rows.lse), (q, k, v, order, arrays, last, rows)
+        return (rows.out, rows.lse), _Saved(q, k, v, order, arrays, last, rows)
 
-    run.defvjp(forward, lambda saved, cts: _backward(how, *saved, *cts))
+    run.defvjp(forward, lambda saved, cts: _backward(how, saved, *cts))
     return run
 
 
@@ -126,9 +138,10 @@ def _forward(how: Ring, q, k, v, order, arrays) -> tuple[Rows, tuple[Array, Arra
     return rows, block
 
 
-def _backward(how: Ring, q, k, v, order, arrays, last, rows: Rows, d_out, d_lse) -> tuple:
+def _backward(how: Ring, saved: _Saved, d_out: Array, d_lse: Array) -> tuple:
     """The gradients of q, k, v, order (none) and arrays."""
-    block, sums, of_rows, finish = last, None, [], None
+    q, k, v, order, arrays, block, rows = saved
+    sums, of_rows, finish = None, [], None
     for step, after in zip(how.steps[::-1], (*how.steps[-2::-1], None), strict=True):
         moving = sums  # those of this step's block, from the device that had it before
         arriving = block

@@ -94,16 +94,18 @@ def _live(mask: Callable, length: int, tile: int, batch: int, heads: int):
     used = (id(v) in read for v in program.invars[:2])
     sizes = tuple(n if u else 1 for n, u in zip((batch, heads), used, strict=True))
     moving = tuple(x is not None for x in arrays)
-    run = _maps(program, types, moving, length, tile)
     # Apart from whatever is being traced.
     with jax.ensure_compile_time_eval(), jax.sharding.use_abstract_mesh(_NO_MESH):
-        args = [np.arange(n, dtype=np.int32) for n in sizes] + [x for x in arrays if x is not None]
-        found = np.asarray(run(*jax.device_put(args, jax.local_devices()[0])))
+        run = _maps(program, types, moving, sizes, length, tile)
+        indices = (np.arange(n, dtype=np.int32) for n in sizes)
+        found = np.asarray(run(*indices, *(x for x in arrays if x is not None)))
     return found.reshape(-1, *found.shape[2:]), all(moving)
 
 
 @lru_cache(maxsize=64)
-def _maps(program: Jaxpr, types: tuple, moving: tuple, length: int, tile: int) -> Callable:
+def _maps(
+    program: Jaxpr, types: tuple, moving: tuple, sizes: tuple, length: int, tile: int
+) -> Callable:
     """Whether a mask leaves something of each tile, `[batch, heads, rows, cols]`, compiled once.
 
     The result is a function of batch entries, heads and those arrays that are `moving`; others
@@ -118,7 +120,10 @@ def _maps(program: Jaxpr, types: tuple, moving: tuple, length: int, tile: int) -
         return block_map(program, captures, b=b, h=h, **lengths) != EMPTY
 
     others = (None,) * sum(moving)
-    return jax.jit(jax.vmap(jax.vmap(live, (None, 0, *others)), (0, None, *others)))
+    over = jax.vmap(jax.vmap(live, (None, 0, *others)), (0, None, *others))
+    indices = (jax.ShapeDtypeStruct((n,), jnp.int32) for n in sizes)
+    given = (t for t, m in zip(types, moving, strict=True) if m)
+    return jax.jit(over).lower(*indices, *given).compile()
 
 
 _NO_MESH = jax.sharding.AbstractMesh((), ())

@@ -19,7 +19,7 @@ the host, is an argument of the compiled step like any other.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 
 import jax
 import jax.numpy as jnp
@@ -27,9 +27,10 @@ import numpy as np
 from jax import Array, lax
 from jax.typing import ArrayLike
 
+from xform.primitives._rules import join_axes
 from xform.sharding.context._tiles import Load, by_device, tiles_by_chunk
 
-# Chunks of each device, where nobody says: the more, the evener; a chunk is never below a tile.
+# Chunks of each device, where nobody says: the more, the evener.
 _CHUNKS = 16
 _TILE = 128
 
@@ -98,7 +99,7 @@ class Layout:
         >>> zigzag(8, 2).split(np.arange(10, 18)[None]).tolist()
         [[10, 11, 16, 17, 12, 13, 14, 15]]
         """
-        return jax.tree.map(lambda x: self._taken(x, self.permutation, dim), tree)
+        return jax.tree.map(lambda x: self._moved(x, dim, back=False), tree)
 
     def join[T](self, tree: T, dim: int = 1) -> T:
         """Returns arrays in the order of positions: undoes `split`.
@@ -107,9 +108,7 @@ class Layout:
         >>> layout.join(layout.split(np.arange(8)[None])).tolist()
         [[0, 1, 2, 3, 4, 5, 6, 7]]
         """
-        order = self.permutation
-        argsort = np.argsort if isinstance(order, np.ndarray) else jnp.argsort
-        return jax.tree.map(lambda x: self._taken(x, argsort(order), dim), tree)
+        return jax.tree.map(lambda x: self._moved(x, dim, back=True), tree)
 
     def load(
         self,
@@ -139,7 +138,8 @@ class Layout:
         within = space.arange(self.chunk, dtype=space.int32)
         return (chunks.astype(space.int32).reshape(-1, 1) * self.chunk + within[None]).reshape(-1)
 
-    def _taken(self, x, places, dim: int):
+    def _moved(self, x, dim: int, *, back: bool):
+        dim = dim % x.ndim
         if x.shape[dim] != self.length:
             raise ValueError(
                 f"a layout of {self.length} positions got an array of shape {tuple(x.shape)}, with "
@@ -147,9 +147,13 @@ class Layout:
             )
         if self.in_order:
             return x
-        if isinstance(x, np.ndarray) and isinstance(places, np.ndarray):
-            return np.take(x, places, axis=dim)
-        return jnp.take(x, places, axis=dim, unique_indices=True)
+        order = self.order.reshape(-1)
+        inverse = np.argsort(order) if isinstance(order, np.ndarray) else jnp.argsort(order)
+        to, fro = (inverse, order) if back else (order, inverse)
+        chunks = x.reshape(*x.shape[:dim], -1, self.chunk, *x.shape[dim + 1 :])
+        if isinstance(x, np.ndarray) and isinstance(to, np.ndarray):
+            return np.take(chunks, to, axis=dim).reshape(x.shape)
+        return _permuted(dim, chunks, jnp.asarray(to), jnp.asarray(fro)).reshape(x.shape)
 
     def __repr__(self) -> str:
         n, m = self.order.shape
@@ -160,7 +164,21 @@ class Layout:
 
     @classmethod
     def tree_unflatten(cls, chunk, children):
-        return cls(*children, chunk)
+        (order,) = children
+        return cls(order, chunk)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _permuted(dim: int, x: Array, to: Array, fro: Array) -> Array:
+    """`x` at `to` along a dimension, whose derivative is it at `fro`: a look-up, and no scatter."""
+    del fro
+    return jnp.take(*join_axes((x, to)), axis=dim)
+
+
+_permuted.defvjp(
+    lambda dim, x, to, fro: (_permuted(dim, x, to, fro), (to, fro)),
+    lambda dim, saved, ct: (_permuted(dim, ct, *saved[::-1]), None, None),
+)
 
 
 def contiguous(length: int, devices: int) -> Layout:
@@ -192,6 +210,7 @@ def balanced(
     devices: int,
     *,
     chunk: int | None = None,
+    tile: int = _TILE,
     batch: int = 1,
     heads: int = 1,
 ) -> Layout:
@@ -207,7 +226,8 @@ def balanced(
       length: positions of the whole sequence.
       devices: how many devices share it.
       chunk: positions of a chunk, which must divide `length / devices`; by default the largest
-        that gives each device 16 of them, and not below 128, if that divides.
+        that gives each device 16 of them, and not below a tile, if that divides.
+      tile: queries and keys of a tile, as attention has them.
       batch, heads: how many entries and heads there are, for masks that depend on these.
 
     Raises:
@@ -219,10 +239,10 @@ def balanced(
     >>> layout, layout.load(causal() & documents(ids), tile=32).imbalance < 1.05
     (Layout(4 devices x 8 chunks of 32), True)
     """
-    chunk = _chunk(length, devices) if chunk is None else chunk
+    chunk = _chunk(length, devices, tile) if chunk is None else chunk
     _check("balanced", length, devices, 1, chunk)
     each = list(masks) if isinstance(masks, list | tuple) else [masks]
-    tiles = _counted(each, length, min(_TILE, chunk), chunk, batch, heads)
+    tiles = _counted(each, length, min(tile, chunk), chunk, batch, heads)
     return Layout(_dealt(tiles.sum(1), devices), chunk)
 
 
@@ -275,10 +295,10 @@ def _swapped(costs: np.ndarray, hands: list[list[int]], sums: np.ndarray) -> boo
     return True
 
 
-def _chunk(length: int, devices: int) -> int:
+def _chunk(length: int, devices: int, tile: int) -> int:
     part = length // devices if length % devices == 0 else 1
     for count in range(min(_CHUNKS, part), 0, -1):
-        if part % count == 0 and (part // count) % _TILE == 0:
+        if part % count == 0 and (part // count) % tile == 0:
             return part // count
     return max(1, part // _CHUNKS) if part % _CHUNKS == 0 else part
 
