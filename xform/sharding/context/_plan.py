@@ -155,11 +155,10 @@ def plan(q, k, v, devices: int, *, layout: Layout | None, mask_mod, device: str 
         ),
         "ulysses": Cost(moved, float(mean) * of_tile, moved / wire + 2 * _OVERHEAD, misfit),
     }  # fmt: skip
-    able = {name: cost for name, cost in costs.items() if cost.misfit is None}
-    best = min(able, key=lambda name: able[name].seconds)
-    ranked = sorted(able, key=lambda name: able[name].seconds)
-    why = ", ".join(f"{name} {able[name].seconds * 1e3:.3f} ms" for name in ranked)
-    return Plan(best, f"{why} at the rates of {rates.name}", costs, load, rates.name)
+    able = [name for name in METHODS if costs[name].misfit is None]
+    ranked = sorted(able, key=lambda name: costs[name].seconds)
+    why = ", ".join(f"{name} {costs[name].seconds * 1e3:.3f} ms" for name in ranked)
+    return Plan(ranked[0], f"{why} at the rates of {rates.name}", costs, load, rates.name)
 
 
 def _rates(name: str | None) -> Device:

@@ -23,7 +23,7 @@ keys make one longer move instead. Derivatives are those of reverse mode, of any
 from collections.abc import Callable, Sequence
 from functools import reduce
 from operator import add
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -34,7 +34,7 @@ from xform.primitives.parts import Program, Rows, attend, join, pull_back
 from xform.sharding.context._mods import Opens, place
 from xform.sharding.context.layouts import Layout
 
-barrier = lax.optimization_barrier
+barrier: Any = lax.optimization_barrier
 
 
 class Ring(NamedTuple):
@@ -54,7 +54,7 @@ class Ring(NamedTuple):
     program: Program
     opens: Opens
 
-    def send(self, tree, hops: int):
+    def send(self, tree: Any, hops: int) -> Any:
         """Arrays from the device so many before this one; after it, where negative."""
         n = lax.axis_size(self.axis)
         if hops % n == 0:

@@ -20,6 +20,7 @@ the host, is an argument of the compiled step like any other.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +29,7 @@ from jax import Array, lax
 from jax.typing import ArrayLike
 
 from xform.primitives._rules import join_axes
+from xform.sharding.context._deal import deal
 from xform.sharding.context._tiles import Load, by_device, tiles_by_chunk
 
 # Chunks of each device, where nobody says: the more, the evener.
@@ -153,7 +155,8 @@ class Layout:
         chunks = x.reshape(*x.shape[:dim], -1, self.chunk, *x.shape[dim + 1 :])
         if isinstance(x, np.ndarray) and isinstance(to, np.ndarray):
             return np.take(chunks, to, axis=dim).reshape(x.shape)
-        return _permuted(dim, chunks, jnp.asarray(to), jnp.asarray(fro)).reshape(x.shape)
+        moved: Any = _permuted(dim, chunks, jnp.asarray(to), jnp.asarray(fro))
+        return moved.reshape(x.shape)
 
     def __repr__(self) -> str:
         n, m = self.order.shape
@@ -218,7 +221,8 @@ def balanced(
 
     A chunk costs the tiles that its queries see something of, over all layers, batch entries and
     heads, as block maps say. Chunks are dealt out, the dearest first, to the device that has the
-    least so far; then pairs change places while that makes the busiest device less busy.
+    least so far; then pairs change places while that makes the busiest device less busy, and after
+    that while it makes the steps of a ring more even, of which each waits for its busiest device.
 
     Args:
       masks: the mask of all layers, or one for each layer (a layer that stands there twice counts
@@ -243,7 +247,7 @@ def balanced(
     _check("balanced", length, devices, 1, chunk)
     each = list(masks) if isinstance(masks, list | tuple) else [masks]
     tiles = _counted(each, length, min(tile, chunk), chunk, batch, heads)
-    return Layout(_dealt(tiles.sum(1), devices), chunk)
+    return Layout(deal(tiles, devices), chunk)
 
 
 def _counted(masks: Sequence, length: int, tile: int, chunk: int, batch: int, heads: int):
@@ -257,42 +261,6 @@ def _counted(masks: Sequence, length: int, tile: int, chunk: int, batch: int, he
             )
         total += tiles
     return total
-
-
-def _dealt(costs: np.ndarray, devices: int) -> np.ndarray:
-    """Chunks by device, equally many for each, so that the largest sum of costs is small."""
-    room = len(costs) // devices
-    hands: list[list[int]] = [[] for _ in range(devices)]
-    sums = np.zeros(devices)
-    for chunk in np.argsort(-costs, kind="stable"):
-        free = [i for i in range(devices) if len(hands[i]) < room]
-        to = min(free, key=lambda i: (sums[i], i))
-        hands[to].append(int(chunk))
-        sums[to] += costs[chunk]
-    while _swapped(costs, hands, sums):
-        pass
-    return np.array([sorted(hand) for hand in hands], np.int32)
-
-
-def _swapped(costs: np.ndarray, hands: list[list[int]], sums: np.ndarray) -> bool:
-    """Has the busiest device give a chunk for a cheaper one, where that evens two devices out."""
-    most = int(sums.argmax())
-    own = costs[hands[most]]
-    best = None
-    for other in range(len(hands)):
-        saved = own[:, None] - costs[hands[other]][None]
-        # Of both, the larger sum after the swap.
-        after = np.maximum(sums[most] - saved, sums[other] + saved)
-        i, j = np.unravel_index(after.argmin(), after.shape)
-        if other != most and (best is None or after[i, j] < best[0]):
-            best = after[i, j], other, i, j, saved[i, j]
-    if best is None or best[0] >= sums[most] * (1 - 1e-9):
-        return False
-    _, other, i, j, saved = best
-    hands[most][i], hands[other][j] = hands[other][j], hands[most][i]
-    sums[most] -= saved
-    sums[other] += saved
-    return True
 
 
 def _chunk(length: int, devices: int, tile: int) -> int:
