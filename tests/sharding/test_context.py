@@ -319,35 +319,39 @@ def test_a_ring_has_second_derivatives():
     assert_equal(found, right, rtol=1e-11)
 
 
-def ring_on_h200s(n: int, kv_heads: int = 2):
+def ring_on_h200s(n: int, implementation: str, part: int):
     """The audit of a ring's loss and gradients, compiled for so many H200s."""
-    length = 512 * n
-    layout = context.zigzag(length, n)
+    layout = context.zigzag(part * n, n)
 
     def loss(q, k, v, ids):
         mask = causal() & documents(context.whole(ids, axis="cp", layout=layout))
         out = context.attention(
             q, k, v, axis="cp", method="ring", layout=layout, mask_mod=mask,
-            implementation="mosaic_gpu",
+            implementation=implementation,
         )  # fmt: skip
         with declare("loss", "cp"):
             return jax.lax.psum(jnp.sum(out.astype(jnp.float32)), "cp")
 
-    of = lambda heads: jax.ShapeDtypeStruct((1, length, heads, 64), jnp.bfloat16)
-    args = (of(4), of(kv_heads), of(kv_heads), jax.ShapeDtypeStruct((1, length), jnp.int32))
+    of = lambda heads: jax.ShapeDtypeStruct((1, part * n, heads, 64), jnp.bfloat16)
+    args = (of(4), of(2), of(2), jax.ShapeDtypeStruct((1, part * n), jnp.int32))
     specs = (P(None, "cp"),) * 4
     g = lambda *x: jax.shard_map(loss, in_specs=specs, out_specs=P())(*x)
     return audit(jax.grad(g, argnums=(0, 1, 2)), args, {"cp": n}, specs=specs)
 
 
 @pytest.mark.parametrize(
-    "n", [2, pytest.param(4, marks=pytest.mark.slow), pytest.param(8, marks=pytest.mark.slow)]
+    ("n", "implementation"),
+    [
+        (3, "blockwise"),
+        *(pytest.param(n, "mosaic_gpu", marks=pytest.mark.slow) for n in (2, 4, 8)),
+    ],
 )
-def test_every_message_of_a_ring_has_attention_to_hide_behind(n):
-    """Forward and backward: with two devices, one message of keys and one of their gradients."""
-    report = ring_on_h200s(n)  # which raises for a message that is not hidden
+def test_every_message_of_a_ring_has_attention_to_hide_behind(n, implementation):
+    """Forward and backward; an audit raises for a message that is not hidden."""
+    part = 512 if implementation == "mosaic_gpu" else 256
+    report = ring_on_h200s(n, implementation, part)
     sends = [m for m in report.messages if m.op == "collective-permute"]
     assert all(m.covered for m in sends)
-    keys = 512 * 2 * 64 * 2 * 2  # bytes of keys and values
+    keys = part * 2 * 64 * 2 * 2  # bytes of keys and values
     # Forward n - 1, back n - 2 more and n - 1 of gradients in float32; none after the last step.
     assert sum(m.sent for m in sends) == keys * (n - 1) + keys * (n - 2) + 2 * keys * (n - 1)

@@ -46,7 +46,9 @@ def attention(
     other axes split, their own).
 
     All methods give the same numbers, but for rounding, and exact gradients of q, k, v, sinks and
-    of all that `score_mod` reads. Derivatives are those of reverse mode, of any order.
+    of all that `score_mod` reads. Derivatives are those of reverse mode, of any order. A score that
+    looks a difference of positions up in a table is a kernel on a GPU where indices differ as
+    positions do: under "ulysses", and in the layout that is used by default; else it is blockwise.
 
     Args:
       q: the queries of this device's positions.

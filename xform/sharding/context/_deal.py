@@ -1,9 +1,9 @@
 """Chunks dealt out to devices, so that none has more to do than the others.
 
 Each device gets equally many. First the dearest go to who has the least; then two at a time change
-places. Totals come first. What is left of freedom goes to the rounds of a ring, where device i works
-on the keys of device i - step: with totals alone, one may have its work in the first round and
-another in the last.
+places. Totals come first. What is left of freedom goes to the rounds of a ring, where device i has
+the keys of device i - step: with totals alone, one may have its work in the first round and another
+in the last.
 """
 
 import numpy as np
