@@ -229,6 +229,18 @@ def test_the_choice_follows_bytes_and_tiles():
     assert "tiles of the busiest device" in text
 
 
+def test_what_is_chosen_runs_and_names_run_as_asked():
+    """Two heads leave four devices a ring or a gather, which is one message and not three."""
+    of = lambda method: program_of(lambda x: context.attention(x, x, x, axis="cp", method=method))
+    x = jax.ShapeDtypeStruct((1, T // 4, 2, 4), jnp.float32)
+    assert context.which(x, x, x, 4).method == "all_gather"
+    for method in (None, "all_gather"):
+        assert "all_gather[" in of(method)
+        assert "ppermute[" not in of(method)
+    assert "ppermute[" in of("ring")
+    assert "all_gather[" not in of("ring")
+
+
 # ---- what is refused -----------------------------------------------------------------------------
 
 

@@ -26,6 +26,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 from jax.typing import ArrayLike
 
 from xform.primitives._rules import join_axes
@@ -96,7 +98,8 @@ class Layout:
 
         Args:
           tree: NumPy or JAX arrays of the whole sequence.
-          dim: their dimension of positions.
+          dim: their dimension of positions. Where an explicit mesh axis splits it, the result is
+            whole along it, and lies on the mesh as `tree` does along the others.
 
         >>> zigzag(8, 2).split(np.arange(10, 18)[None]).tolist()
         [[10, 11, 16, 17, 12, 13, 14, 15]]
@@ -149,6 +152,8 @@ class Layout:
             )
         if self.in_order:
             return x
+        if isinstance(x, jax.Array) and any(jax.typeof(x).sharding.spec):
+            return self._on_mesh(x, dim, back=back)
         order = self.order.reshape(-1)
         inverse = np.argsort(order) if isinstance(order, np.ndarray) else jnp.argsort(order)
         to, fro = (inverse, order) if back else (order, inverse)
@@ -157,6 +162,14 @@ class Layout:
             return np.take(chunks, to, axis=dim).reshape(x.shape)
         moved: Any = _permuted(dim, chunks, jnp.asarray(to), jnp.asarray(fro))
         return moved.reshape(x.shape)
+
+    def _on_mesh(self, x: Array, dim: int, *, back: bool) -> Array:
+        """`_moved` of an array that explicit axes split, which is made whole along `dim` first."""
+        at: Any = x.sharding
+        spec = P(*(None if d == dim else axes for d, axes in enumerate(at.spec)))
+        x = jax.sharding.reshard(x, NamedSharding(at.mesh, spec))
+        moved = partial(self._moved, dim=dim, back=back)
+        return jax.shard_map(moved, mesh=at.mesh, in_specs=spec, out_specs=spec)(x)
 
     def __repr__(self) -> str:
         n, m = self.order.shape
