@@ -127,11 +127,11 @@ def _forward(how: Ring, q, k, v, order, arrays) -> tuple[Rows, tuple[Array, Arra
     for step, after in zip(how.steps, (*how.steps[1:], None), strict=True):
         mods = how.mods(order, step)
         if after is None:
-            part = attend(how.program, mods, q, *block, arrays)
+            part = attend(how.program, mods, q, block[0], block[1], arrays)
         else:
             block, sent = barrier((block, block))
             arriving = how.send(sent, after - step)
-            part = attend(how.program, mods, q, *block, arrays)
+            part = attend(how.program, mods, q, block[0], block[1], arrays)
             block, part = barrier((arriving, part))
         rows = part if rows is None else join(rows, part)
     assert rows is not None

@@ -143,7 +143,7 @@ class Layout:
         within = space.arange(self.chunk, dtype=space.int32)
         return (chunks.astype(space.int32).reshape(-1, 1) * self.chunk + within[None]).reshape(-1)
 
-    def _moved(self, x, dim: int, *, back: bool):
+    def _moved(self, x: Any, dim: int, *, back: bool) -> Any:
         dim = dim % x.ndim
         if x.shape[dim] != self.length:
             raise ValueError(
@@ -168,7 +168,7 @@ class Layout:
         at: Any = x.sharding
         spec = P(*(None if d == dim else axes for d, axes in enumerate(at.spec)))
         x = jax.sharding.reshard(x, NamedSharding(at.mesh, spec))
-        moved = partial(self._moved, dim=dim, back=back)
+        moved: Any = partial(self._moved, dim=dim, back=back)
         return jax.shard_map(moved, mesh=at.mesh, in_specs=spec, out_specs=spec)(x)
 
     def __repr__(self) -> str:
