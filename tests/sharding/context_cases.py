@@ -61,6 +61,9 @@ def layers_of(kind: str) -> Callable:
         "alternating": lambda p, x: [(None, packed(x)), (None, causal() & sliding_window(3))],
         "neighborhood": plain(lambda x: neighborhood((4, 8), 3)),
         "alibi": scored(lambda p: alibi(p["slopes"])),
+        "alibi in a window": same(
+            score=lambda p: alibi(p["slopes"]), mask=lambda x: causal() & sliding_window(6)
+        ),
         "softcap": scored(lambda p: softcap(p["cap"])),
         "table": scored(lambda p: relative_bias(p["table"])),
         # A plain function that reads what lies with the keys, by entry and position.
@@ -71,7 +74,13 @@ def layers_of(kind: str) -> Callable:
 KINDS = ("causal", "window", "documents", "alternating", "neighborhood", "alibi", "softcap",
          "table", "bias")  # fmt: skip
 METHODS = ("ring", "all_gather", "ulysses")
-READS = {"alibi": ("slopes",), "softcap": ("cap",), "table": ("table",), "bias": ("cap", "bias")}
+READS = {
+    "alibi": ("slopes",),
+    "alibi in a window": ("slopes",),
+    "softcap": ("cap",),
+    "table": ("table",),
+    "bias": ("cap", "bias"),
+}
 SHAPES = {"slopes": (H,), "cap": (H,), "table": (H, 13), "bias": (B, T)}
 SPECS = {"slopes": P("tp"), "cap": P("tp"), "table": P("tp"), "bias": P("dp", "cp")}
 SPLIT = ("q", "k", "v", "bias", "ids", "weight", "of_lse")

@@ -36,15 +36,14 @@ def without_checks():
 
 # ---- equal to one device -------------------------------------------------------------------------
 
-# Every kind, method and size; with methods, sizes and other axes in pairs.
+# Methods with sizes and other axes in pairs; of kinds those that have others inside. Windows, ALiBi
+# and four devices on a ring are below.
 SOME = [
-    Case("causal", "ring", 8),
-    Case("documents", "ring", 4),
+    Case("documents", "ring", 8),
     Case("table", "ring", 2, dp=2, tp=2),
-    Case("alternating", "all_gather", 2, dp=2),
-    Case("bias", "all_gather", 4),
-    Case("neighborhood", "ulysses", 4),
-    Case("alibi", "ulysses", 8),
+    Case("alternating", "all_gather", 4, dp=2),
+    Case("neighborhood", "all_gather", 8),
+    Case("bias", "ulysses", 4),
 ]
 ALL = [Case(*x) for x in product(KINDS, METHODS, (2, 4, 8))]
 
@@ -72,7 +71,7 @@ def test_every_kind_method_and_size_equals_one_device(case):
 
 def test_steps_in_which_nobody_has_work_send_nothing():
     """A window of 6 over parts of 8 reaches one neighbour: keys and values move once."""
-    case = Case("window", "ring", 4)
+    case = Case("alibi in a window", "ring", 4)
     layout = context.contiguous(T, 4)
     report = compared(case, layout, known=True)
     assert max(leaf.error for leaf in report.leaves) < 1e-12
@@ -293,7 +292,7 @@ def test_bfloat16_is_as_right_as_on_one_device():
     """Against float64: sums over parts are rounded once, at their end."""
     v = values(1, q=(1, 64, 4, 16), k=(1, 64, 2, 16), v=(1, 64, 2, 16), ct=(1, 64, 4, 16))
     narrow = [jnp.asarray(x, jnp.bfloat16) for x in v.values()]
-    layout = context.zigzag(64, 4)
+    layout = context.zigzag(64, 2)
 
     def pulled(attend):
         def f(q, k, v, ct):
@@ -303,7 +302,7 @@ def test_bfloat16_is_as_right_as_on_one_device():
         return f
 
     attend = lambda *x, **o: context.attention(*x, axis="cp", method="ring", layout=layout, **o)
-    mesh = mesh_of(cp=4)
+    mesh = mesh_of(cp=2)
     split = jax.device_put([layout.split(x) for x in narrow], shardings(mesh, P(None, "cp")))
     found = jax.jit(on(mesh, pulled(attend), P(None, "cp")))(*split)
     found = [layout.join(np.asarray(x, np.float64)) for x in found]
@@ -354,7 +353,7 @@ def ring_on_h200s(n: int, implementation: str, part: int):
 @pytest.mark.parametrize(
     ("n", "implementation"),
     [
-        (3, "blockwise"),
+        (2, "blockwise"),
         *(pytest.param(n, "mosaic_gpu", marks=pytest.mark.slow) for n in (2, 4, 8)),
     ],
 )
