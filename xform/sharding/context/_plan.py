@@ -28,8 +28,8 @@ METHODS: tuple[Method, ...] = ("ring", "all_gather", "ulysses")
 _COMPUTE, _NETWORK = 0.6, 0.7
 # Seconds that a step of the ring, or a collective, takes beside that.
 _OVERHEAD = 20e-6
-# Rows of tiles that a plan looks at: enough to see how load lies, few enough to count in no time.
-_ROWS = 256
+# Queries and keys of a tile, and how many rows of them are looked at, at most.
+_TILE, _ROWS = 128, 1024
 
 
 @dataclass(frozen=True)
@@ -125,8 +125,7 @@ def plan(q, k, v, devices: int, *, layout: Layout | None, mask_mod, device: str 
     n, (batch, part, heads, size), kv_heads = devices, q.shape, k.shape[2]
     layout = contiguous(n * part, n) if layout is None else layout
     rates = _rates(device)
-    enough = min(layout.chunk, layout.length // _ROWS)
-    tile = next(d for d in range(max(1, enough), layout.chunk + 1) if layout.chunk % d == 0)
+    tile = _tile(layout)
     tiles, _ = tiles_by_chunk(mask_mod, layout.length, tile, layout.chunk, batch, heads)
     order = layout.order
     load = Load(by_device(tiles, order)) if isinstance(order, np.ndarray) else None
@@ -171,6 +170,12 @@ def _rates(name: str | None) -> Device:
     return known[0] if known else DEVICES["H200"]
 
 
+def _tile(layout: Layout) -> int:
+    """The tiles that are counted, of which a chunk has a whole number."""
+    least = min(layout.chunk, max(_TILE, layout.length // _ROWS))
+    return next(d for d in range(least, layout.chunk + 1) if layout.chunk % d == 0)
+
+
 def live_steps(mask_mod, layout: Layout, batch: int, heads: int) -> Sequence[int]:
     """Returns the steps of a ring in which some device may have something to do.
 
@@ -179,6 +184,6 @@ def live_steps(mask_mod, layout: Layout, batch: int, heads: int) -> Sequence[int
     n = layout.devices
     if mask_mod is None or not isinstance(layout.order, np.ndarray):
         return range(n)
-    tiles, _ = tiles_by_chunk(mask_mod, layout.length, layout.chunk, layout.chunk, batch, heads)
+    tiles, _ = tiles_by_chunk(mask_mod, layout.length, _tile(layout), layout.chunk, batch, heads)
     rounds = Load(by_device(tiles, layout.order)).rounds
     return [step for step in range(n) if rounds[step]]

@@ -95,7 +95,11 @@ def _live(mask: Callable, length: int, tile: int, batch: int, heads: int):
     sizes = tuple(n if u else 1 for n, u in zip((batch, heads), used, strict=True))
     moving = tuple(x is not None for x in arrays)
     # Apart from whatever is being traced.
-    with jax.ensure_compile_time_eval(), jax.sharding.use_abstract_mesh(_NO_MESH):
+    with (
+        jax.ensure_compile_time_eval(),
+        jax.sharding.use_abstract_mesh(_NO_MESH),
+        jax.default_device(_host()),
+    ):
         run = _maps(program, types, moving, sizes, length, tile)
         indices = (np.arange(n, dtype=np.int32) for n in sizes)
         found = np.asarray(run(*indices, *(x for x in arrays if x is not None)))
@@ -124,6 +128,14 @@ def _maps(
     indices = (jax.ShapeDtypeStruct((n,), jnp.int32) for n in sizes)
     given = (t for t, m in zip(types, moving, strict=True) if m)
     return jax.jit(over).lower(*indices, *given).compile()
+
+
+def _host() -> jax.Device:
+    """A CPU, which compiles a map sooner than a GPU; where there is none, what there is."""
+    try:
+        return jax.local_devices(backend="cpu")[0]
+    except RuntimeError:
+        return jax.local_devices()[0]
 
 
 _NO_MESH = jax.sharding.AbstractMesh((), ())
