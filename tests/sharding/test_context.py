@@ -261,6 +261,7 @@ def refused(**options):
         ({"keys": 16}, ValueError, r"8 queries and 4 keys on a device: needed are equally many"),
         ({"layout": context.contiguous(64, 2)}, ValueError, r"is of 64 positions on 2 devices; n"),
         ({"method": "tree"}, ValueError, r"`method` is 'tree'; there is None, 'ring', 'all_g"),
+        ({"implementation": "reference"}, ValueError, r"is dense, and of one device: compare"),
         ({"aux": "max"}, ValueError, r"`aux` asks for \['max'\]; there is \['lse'\]"),
         ({"mask_mod": documents(np.ones(8, int))}, ValueError, r"has shape \[8\]; .*needs \[32\]"),
         ({"method": "ulysses", "heads": 6}, NotImplementedError, r"cp=4 does not divide 6 query"),

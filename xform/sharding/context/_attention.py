@@ -171,6 +171,8 @@ def _checked(q, k, v, sinks, axis: str, method, layout, aux, implementation) -> 
         )
     if unknown := [name for name in aux if name != "lse"]:
         wrong.append(f"`aux` asks for {unknown}; there is ['lse']")
+    if implementation == "reference":
+        wrong.append('`implementation="reference"` is dense, and of one device: compare with that')
     if method not in (None, *METHODS):
         wrong.append(f"`method` is {method!r}; there is None, {', '.join(map(repr, METHODS))}")
     if wrong:
