@@ -21,14 +21,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from xform import (
-    causal,
-    decode_attention,
-    documents,
-    flex_attention,
-    paged_attention,
-)
+from xform import causal, decode_attention, documents, paged_attention
 from xform.sharding import TensorParallel
+from xform.sharding.context import ContextParallel
 from xform.sharding.loss import cross_entropy
 from xform.train.data import NO_LABEL
 
@@ -68,6 +63,7 @@ SPECS = {
     "unembed": P(None, "tp"),  # M C
 }
 ONE = TensorParallel()
+WHOLE = ContextParallel()
 
 
 def init(config: Config, key: jax.Array) -> dict:
@@ -113,7 +109,13 @@ def one_by_one(step, x, stack):
 
 
 def stream(
-    params: dict, tokens_BT, ids_BT, config: Config, tp: TensorParallel = ONE, scan=one_by_one
+    params: dict,
+    tokens_BT,
+    ids_BT,
+    config: Config,
+    tp: TensorParallel = ONE,
+    scan=one_by_one,
+    cp: ContextParallel = WHOLE,
 ):
     """Returns what the model makes of each position, [B, T, M], for `unembed` to turn into logits.
 
@@ -124,32 +126,39 @@ def stream(
       config: Sizes of the whole model.
       tp: How blocks are split over devices.
       scan: What applies the layers, as `one_by_one` does.
+      cp: How the sequence is split over devices.
     """
     x_BTM = tp.embed(params["embed"], tokens_BT)
-    x_BTM = through(params["layers"], x_BTM, ids_BT, config, tp, scan)
+    x_BTM = through(params["layers"], x_BTM, ids_BT, config, tp, scan, cp)
     return rms_norm(x_BTM, params["norm"])
 
 
-def through(layers: dict, x_BTM, ids_BT, config: Config, tp: TensorParallel = ONE, scan=one_by_one):
+def through(
+    layers: dict, x_BTM, ids_BT, config: Config,
+    tp: TensorParallel = ONE, scan=one_by_one, cp: ContextParallel = WHOLE,
+):  # fmt: skip
     """Returns the stream after some layers, stacked along their leading dimension; see `stream`."""
-    mask = causal() & documents(ids_BT)
+    mask = causal() & documents(cp.whole(ids_BT))
     # Positions run on over the row: RoPE sees differences alone, and those never leave a document.
-    rotation = rotations(jnp.arange(ids_BT.shape[1]), config)
-    step = lambda x_BTM, p: layer(x_BTM, p, mask, rotation, config, tp)[0]
+    rotation = rotations(cp.positions(ids_BT.shape[1]), config)
+    step = lambda x_BTM, p: layer(x_BTM, p, mask, rotation, config, tp, cp)[0]
     return scan(step, x_BTM, layers)
 
 
-def layer(x_BTM, p: dict, mask, rotation, config: Config, tp: TensorParallel = ONE, cache=None):
+def layer(
+    x_BTM, p: dict, mask, rotation, config: Config,
+    tp: TensorParallel = ONE, cp: ContextParallel = WHOLE, cache=None,
+):  # fmt: skip
     """One layer: attention, then a gated feed-forward block, each added to the stream."""
     normed_BTM = rms_norm(x_BTM, p["attention_norm"])
     q, k, v = tp.column(normed_BTM, p["query"], p["key"], p["value"])
-    out, cache = attention(q, k, v, mask, rotation, config, cache)
+    out, cache = attention(q, k, v, mask, rotation, config, cp, cache)
     x_BTM += tp.row(out, p["out"])
     gate_BTF, up_BTF = tp.column(rms_norm(x_BTM, p["hidden_norm"]), p["gate"], p["up"])
     return x_BTM + tp.row(jax.nn.silu(gate_BTF) * up_BTF, p["down"]), cache
 
 
-def attention(q, k, v, mask, rotation, config: Config, cache):
+def attention(q, k, v, mask, rotation, config: Config, cp: ContextParallel, cache):
     """Grouped-query attention: each key/value head serves H/K query heads.
 
     With a cache, this layer's part of one, queries see the keys and values in it as well.
@@ -158,7 +167,7 @@ def attention(q, k, v, mask, rotation, config: Config, cache):
     q_BTHD, k_BTKD, v_BTKD = (x.reshape(B, T, -1, config.head_size) for x in (q, k, v))
     q_BTHD, k_BTKD = rotate(q_BTHD, rotation), rotate(k_BTKD, rotation)
     if cache is None:
-        out_BTHD = flex_attention(q_BTHD, k_BTKD, v_BTKD, mask_mod=mask)
+        out_BTHD = cp.attention(q_BTHD, k_BTKD, v_BTKD, mask_mod=mask)
     else:
         cache = cache.append(k_BTKD, v_BTKD)
         out_BTHD = cache.attend(q_BTHD, mask)
@@ -187,13 +196,20 @@ def rotate(x_BTHD, rotation):
 # ---- what it is trained on -----------------------------------------------------------------------
 
 
-def loss(params: dict, rows, config: Config, tp: TensorParallel = ONE, scan=one_by_one):
+def loss(
+    params: dict,
+    rows,
+    config: Config,
+    tp: TensorParallel = ONE,
+    scan=one_by_one,
+    cp: ContextParallel = WHOLE,
+):
     """Returns the summed negative log-likelihood of all labels, in nats, and their number.
 
     A sum and a count, not a mean: devices that hold different numbers of labels add up theirs, and
     the quotient is then exactly what one device would find.
     """
-    x_BTM = stream(params, rows.tokens, rows.ids, config, tp, scan)
+    x_BTM = stream(params, rows.tokens, rows.ids, config, tp, scan, cp)
     return surprise(params, x_BTM, rows.labels, tp)
 
 

@@ -1,6 +1,7 @@
-"""How the model of llama.py lies on a mesh of `dp` × `tp`, and what its gradients go through.
+"""How the model of llama.py lies on a mesh of `dp` × `cp` × `tp`, and what gradients go through.
 
-Devices along `dp` have different rows, those along `tp` different parts of the matrices. With
+Devices along `dp` have different rows, those along `cp` different positions of a row, dealt out in
+zigzag, and those along `tp` different parts of the matrices; a mesh may lack `cp`. With
 `fsdp`, `dp` splits parameters, gradients and the optimiser's state as well, and each layer's are
 gathered a little before their use. With `sequence`, `tp` splits positions between blocks too, and
 with `overlap` the products there hide their own communication.
@@ -12,12 +13,14 @@ from functools import cache, partial
 from typing import Literal
 
 import jax
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
+from jaxtyping import PyTree
 
 import llama
 from xform import precision
-from xform.sharding import TensorParallel, check_divisible, data, fsdp, shardings
+from xform.sharding import TensorParallel, check_divisible, context, data, fsdp, place, shardings
+from xform.sharding.context import ContextParallel
 
 
 @dataclass(frozen=True)
@@ -34,6 +37,8 @@ class Layout:
     """Split positions over `tp` between blocks."""
     overlap: Literal["ring", "pallas"] | None = None
     """Hide the communication of blocks behind their products."""
+    context: Literal["ring", "all_gather", "ulysses"] | None = None
+    """How attention crosses `cp`; by default, what costs least."""
     microbatches: int = 1
     """In how many parts, one after another, a device works on its rows."""
     late: bool = False
@@ -55,12 +60,36 @@ def check(layout: Layout, model: llama.Config, mesh: Mesh, batch: int, length: i
     if layout.sequence:
         split["length"] = length
     check_divisible(mesh, dp={"batch": batch}, tp=split)
+    if "cp" in mesh.shape:  # which has two parts of each row
+        check_divisible(mesh, cp={"length / 2": length // 2 if length % 2 == 0 else 1})
     if batch // mesh.shape["dp"] % parts:
         raise ValueError(
             f"microbatches={parts} must divide the {batch // mesh.shape['dp']} rows of a device: "
             f"batch={batch} over dp={mesh.shape['dp']}."
         )
     specs_for(layout, model, mesh)
+
+
+def of_rows(mesh: Mesh | AbstractMesh) -> tuple[str, ...]:
+    """Returns the axes along which devices have different tokens."""
+    return tuple(axis for axis in ("dp", "cp") if axis in mesh.axis_names)
+
+
+def place_rows(rows: PyTree, mesh: Mesh) -> PyTree:
+    """Returns rows of the host on the mesh, their positions dealt out over `cp`."""
+    if "cp" in mesh.shape:
+        length = rows.tokens.shape[1]
+        rows = context.zigzag(length, mesh.shape["cp"]).split(rows)
+    return place(rows, shardings(mesh, P(*of_rows(mesh))))
+
+
+def context_of(layout: Layout, length: int) -> ContextParallel:
+    """Returns how rows are split over the mesh that a device is part of, which has `length`."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if "cp" not in mesh.axis_names:
+        return ContextParallel()
+    n = mesh.shape["cp"]
+    return ContextParallel("cp", layout.context, context.zigzag(length * n, n))
 
 
 def specs_for(layout: Layout, model: llama.Config, mesh: Mesh) -> dict:
@@ -80,7 +109,12 @@ def loss_of(layout: Layout, model: llama.Config, specs: dict) -> Callable:
         of_layer = {name: P(*spec[1:]) for name, spec in specs["layers"].items()}
         gather = partial(data.gather, specs=of_layer, axis="dp")
         scan = partial(fsdp.scan_layers, gather=gather, ahead=layout.ahead, keep=layout.keep)
-    return partial(llama.loss, config=model, tp=layout.tp, scan=scan)
+
+    def loss(params, rows):
+        cp = context_of(layout, rows.tokens.shape[1])
+        return llama.loss(params, rows, model, layout.tp, scan, cp)
+
+    return loss
 
 
 def enter(params: dict, layout: Layout, specs: dict) -> dict:
@@ -89,7 +123,8 @@ def enter(params: dict, layout: Layout, specs: dict) -> dict:
     Once, and before any loop: so the sums over devices of their gradients are taken once as well.
     """
     # Where positions are split, what lies between blocks is used on a part of them.
-    own = data.per_device(params, ("dp", "tp") if layout.sequence else "dp")
+    axes = of_rows(jax.sharding.get_abstract_mesh())
+    own = data.per_device(params, (*axes, "tp") if layout.sequence else axes)
     layers = own.pop("layers")
     ready = data.gather(own, {name: specs[name] for name in own}, "dp")
     gather = partial(data.gather, specs=specs["layers"], axis="dp")
@@ -109,7 +144,8 @@ def loss_and_grads(
     """Returns the mean loss of all labels and its gradients; runs on each device in `shard_map`."""
     ready = partial(enter, layout=layout, specs=specs)
     loss = precision(loss_of(layout, model, specs), policy)
-    return data.value_and_grad(loss, ready, "dp", microbatches=layout.microbatches)(params, rows)
+    axes = of_rows(jax.sharding.get_abstract_mesh())
+    return data.value_and_grad(loss, ready, axes, microbatches=layout.microbatches)(params, rows)
 
 
 @cache  # so that what was traced and compiled for them is found again
@@ -119,7 +155,9 @@ def gradients(
     """Returns the mean loss and the gradients of parameters and rows, over the mesh."""
     specs = specs_for(layout, model, mesh)
     body = partial(loss_and_grads, model=model, layout=layout, specs=specs, policy=policy)
-    body = jax.shard_map(body, mesh=mesh, in_specs=(specs, P("dp")), out_specs=(P(), specs))
+    body = jax.shard_map(
+        body, mesh=mesh, in_specs=(specs, P(*of_rows(mesh))), out_specs=(P(), specs)
+    )
     return jax.jit(body)
 
 
@@ -130,9 +168,11 @@ def sums(model: llama.Config, mesh: Mesh, layout: Layout = PLAIN) -> Callable:
     loss = loss_of(layout, model, specs)
 
     def body(params, rows):
-        return jax.lax.psum(loss(enter(params, layout, specs), rows), "dp")
+        return jax.lax.psum(loss(enter(params, layout, specs), rows), of_rows(mesh))
 
-    return jax.jit(jax.shard_map(body, mesh=mesh, in_specs=(specs, P("dp")), out_specs=P()))
+    specs_of_rows = P(*of_rows(mesh))
+    body = jax.shard_map(body, mesh=mesh, in_specs=(specs, specs_of_rows), out_specs=P())
+    return jax.jit(body)
 
 
 def placement(layout: Layout, model: llama.Config, mesh: Mesh) -> dict:

@@ -196,7 +196,8 @@ def gradients(
         return parallel.gradients(model, mesh, layout, policy)
     specs = specs_for(layout, model, mesh, schedule)
     functions = functions_of(layout, model, specs, policy)
-    options = dict(mesh=mesh, weights=specs["layers"], shared=ends(specs), batch=P(None, "dp"))
+    axes = parallel.of_rows(mesh)
+    options = dict(mesh=mesh, weights=specs["layers"], shared=ends(specs), batch=P(None, *axes))
     run = EXECUTORS[executor](
         *functions, **options, enter=partial(enter, layout=layout, specs=specs)
     )
@@ -205,7 +206,7 @@ def gradients(
         """In each device, its rows as microbatches."""
         part = lambda x: x.reshape(schedule.microbatches, -1, *x.shape[1:])
         of = lambda rows: jax.tree.map(part, rows)
-        return jax.shard_map(of, mesh=mesh, in_specs=P("dp"), out_specs=P(None, "dp"))(rows)
+        return jax.shard_map(of, mesh=mesh, in_specs=P(*axes), out_specs=P(None, *axes))(rows)
 
     def mean(total, grads, rows):
         count = jnp.maximum(jnp.sum(rows.labels != NO_LABEL), 1).astype(total.dtype)
@@ -231,14 +232,16 @@ def functions_of(layout: Layout, model: llama.Config, specs: dict, policy: str) 
         scan = partial(fsdp.scan_layers, gather=gather, ahead=layout.ahead)
 
     def stage(layers, x_BTM, rows):
-        return llama.through(layers, x_BTM, rows.ids, model, tp, scan)
+        cp = parallel.context_of(layout, rows.ids.shape[1])
+        return llama.through(layers, x_BTM, rows.ids, model, tp, scan, cp)
 
     def first(params, rows):
         return tp.embed(params["embed"], rows.tokens)
 
     def last(params, x_BTM, rows):
         x_BTM = llama.rms_norm(x_BTM, params["norm"])
-        return jax.lax.psum(llama.surprise(params, x_BTM, rows.labels, tp)[0], "dp")
+        axes = parallel.of_rows(jax.sharding.get_abstract_mesh())
+        return jax.lax.psum(llama.surprise(params, x_BTM, rows.labels, tp)[0], axes)
 
     return tuple(precision(f, policy) for f in (stage, first, last))
 
@@ -248,7 +251,9 @@ def enter(layers: dict, params: dict, layout: Layout, specs: dict) -> tuple[dict
 
     Once, and before all microbatches: so the sums over devices of their gradients are taken once.
     """
-    layers, params = data.per_device((layers, params), ("dp", "tp") if layout.sequence else "dp")
+    axes = parallel.of_rows(jax.sharding.get_abstract_mesh())
+    axes = (*axes, "tp") if layout.sequence else axes
+    layers, params = data.per_device((layers, params), axes)
     if layout.late or not layout.fsdp:
         layers = data.gather(layers, specs["layers"], "dp")
     return layers, data.gather(params, ends(specs), "dp")

@@ -47,7 +47,7 @@ class Config:
     """The token that ends a document of `.bin` files; by default, each is one document."""
 
     dp: int | None = None
-    """Devices along the data axis; by default all that `pp` and `tp` leave."""
+    """Devices along the data axis; by default all that others leave."""
     pp: int | None = None
     """Devices along the pipeline axis, by default none: layers go round in no pipeline."""
     schedule: str | None = None
@@ -57,6 +57,8 @@ class Config:
     or twice as many as there are devices along it."""
     executor: pipelined.Executor = "one_program"
     """What runs it: one program in lockstep, or one for each pass of a stage."""
+    cp: int | None = None
+    """Devices along the context axis, which share each row; by default the mesh has none."""
     tp: int | None = None
     """Devices along the tensor axis; by default 2 where it divides devices and vocabulary."""
     layout: Layout = parallel.PLAIN
@@ -82,7 +84,7 @@ class Config:
 
 # What may be another when a run goes on. Its data is known by the tokens, wherever they lie.
 FREE = (
-    *("dp", "tp", "layout", "pp", "schedule", "microbatches", "executor"),
+    *("dp", "cp", "tp", "layout", "pp", "schedule", "microbatches", "executor"),
     *("coordinator", "processes", "process"),
     *("run", "resume", "save_every", "prompt", "temperature", "data"),
 )
@@ -104,7 +106,7 @@ def check(config: Config) -> None:
     """Raises one error that lists all that makes no sense by itself."""
     m, layout = config.model, config.layout
     names = ("steps", "batch", "length", "held_out_rows", "save_every", "dp", "tp")
-    names += ("pp", "microbatches")
+    names += ("pp", "cp", "microbatches")
     positive = {f"model.{name}": size for name, size in dataclasses.asdict(m).items()}
     positive |= {name: getattr(config, name) for name in names}
     wrong = [f"{x}={n} must be above 0" for x, n in positive.items() if n is not None and n <= 0]

@@ -5,17 +5,18 @@
     uv run --extra train examples/train.py --dp 4 --tp 2 --layout.fsdp \
         --layout.sequence --layout.overlap ring
     uv run --extra train examples/train.py --pp 2 --schedule zb-h1 --microbatches 8
+    uv run --extra train examples/train.py --dp 2 --cp 2 --tp 2 --length 2048 --layout.context ring
     uv run --extra train examples/train.py --data notes/ letters.txt
     uv run --extra train examples/train.py --data train.bin --held-out val.bin \
         --separator 50256 --model.codes 50257 --tokenizer tokenizer.json
     uv run --extra train examples/train.py --resume
 
 It runs on all accelerators that JAX finds, or on a CPU split into eight virtual devices, as a mesh
-of `dp` (each a part of the batch) × `tp` (each a part of the matrices); how, parallel.py says, and
-for `pp` (each a part of the layers) pipelined.py. With
-`--processes`, as many as these share the mesh, each with its own devices: all are given the same
-command but for their `--process`. What a run leaves is a folder in `runs/`. Ctrl-C lets it finish
-and save its step; `--resume` goes on as if nothing had happened.
+of `dp` (each a part of the batch) × `cp` (of each row, if there is one) × `tp` (of the matrices);
+how, parallel.py says, and for `pp` (each a part of the layers) pipelined.py. With `--processes`, as
+many as these share the mesh, each with its own devices: all are given the same command but for
+their `--process`. What a run leaves is a folder in `runs/`. Ctrl-C lets it finish and save its
+step; `--resume` goes on as if nothing had happened.
 """
 
 import contextlib
@@ -98,7 +99,8 @@ def mesh_for(config: Config) -> Mesh:
     """Returns the mesh of all devices, once it is known that model and batch divide over it."""
     count, schedule = jax.device_count() // (config.pp or 1), schedule_for(config)
     tp = config.tp or math.gcd(2, count, config.model.codes)
-    mesh = make_mesh(dp=config.dp or max(1, count // tp), pp=config.pp, tp=tp)
+    dp = config.dp or max(1, count // (tp * (config.cp or 1)))
+    mesh = make_mesh(dp=dp, pp=config.pp, cp=config.cp, tp=tp)
     pipelined.check(config.layout, config.model, mesh, config.batch, config.length, schedule)
     return mesh
 
@@ -172,7 +174,7 @@ def training(
     state = first_state(config, mesh) if saved is None else saved
     for i in range(done, config.steps):
         part = batch(rows, i, size=config.batch, seed=config.seed)
-        placed = place(part, shardings(mesh, P("dp")))
+        placed = parallel.place_rows(part, mesh)
         loss, grads = settle(grads_of(state["params"], placed))
         state, loss = settle(update(state, loss, grads))
         if not math.isfinite(loss):
@@ -187,7 +189,7 @@ def origin(config: Config, mesh: Mesh, params: dict, rows: Rows) -> numerics.Non
     grads = parallel.gradients(config.model, mesh, layout, config.precision)
     params = pipelined.at_rest(params, schedule_for(config))
     params = jax.device_put(params, parallel.placement(layout, config.model, mesh))
-    return numerics.find_nonfinite(grads)(params, place(rows, shardings(mesh, P("dp"))))
+    return numerics.find_nonfinite(grads)(params, parallel.place_rows(rows, mesh))
 
 
 def evaluate(config: Config, mesh: Mesh, params: dict, rows: Source) -> float:
@@ -200,7 +202,7 @@ def evaluate(config: Config, mesh: Mesh, params: dict, rows: Source) -> float:
         chosen = np.arange(i, i + config.batch)
         part = rows.take(chosen % used)
         part.labels[chosen >= used] = NO_LABEL
-        loss, found = settle(sums(params, place(part, shardings(mesh, P("dp")))))
+        loss, found = settle(sums(params, parallel.place_rows(part, mesh)))
         total, labels = total + float(loss), labels + int(found)
     return total / labels
 
@@ -221,7 +223,8 @@ def forecast(config: Config, mesh: Mesh) -> Costs:
     params = jax.tree.map(struct, params, parallel.placement(layout, config.model, mesh))
     shape = (config.batch, config.length)
     rows = jax.eval_shape(lambda: Rows(*[np.zeros(shape, np.int32)] * 3))
-    rows = jax.tree.map(lambda x: struct(x, shardings(mesh, P("dp"))), rows)
+    placed = shardings(mesh, P(*parallel.of_rows(mesh)))
+    rows = jax.tree.map(lambda x: struct(x, placed), rows)
     grads = parallel.gradients(config.model, mesh, layout, "f32")
     costs = cost(grads)(params, rows)
     print(f"{costs}\n{memory(grads)(params, rows)}")

@@ -29,7 +29,8 @@ from parallel import Layout
 from tests.examples.test_llama import SMALL, random_params, random_rows
 from tests.examples.test_train import TINY, mesh_of, one_device, some_documents
 from tests.sharding.equal import assert_equal, on_one, run_on
-from xform.sharding import audit, shardings
+from xform.sharding import audit, make_mesh, shardings
+from xform.sharding.context import zigzag
 from xform.train.data import Rows, pack
 
 ROOT = Path(__file__).parents[2]
@@ -51,6 +52,9 @@ def whole():
     [
         ((2, 4), dataclasses.replace(ALL, microbatches=2)),
         slow((4, 2), Layout(fsdp=True, keep=True)),
+        slow((2, 2, 2), dataclasses.replace(ALL, context="ring", microbatches=2)),
+        slow((1, 4, 2), Layout(context="all_gather", sequence=True)),
+        slow((4, 2, 1), Layout(context="ulysses")),
         slow((4, 2), Layout(sequence=True)),
         slow((8, 1), Layout(fsdp=True, ahead=2)),
         slow((1, 4), Layout(sequence=True, overlap="ring", microbatches=4)),
@@ -59,25 +63,39 @@ def whole():
 )
 def test_loss_and_every_gradient_equal_those_of_one_device(whole, axes, layout):
     """In float64, which leaves nothing to tolerances."""
-    mesh = mesh_of(*axes)
+    mesh = mesh_on(axes)
     specs = parallel.specs_for(layout, SMALL, mesh)
     body = partial(parallel.loss_and_grads, model=SMALL, layout=layout, specs=specs)
-    args = (random_params(), random_rows())
-    assert_equal(run_on(mesh, body, (specs, P("dp")), (P(), specs), args), whole, rtol=1e-11)
+    rows = random_rows()
+    if "cp" in mesh.shape:
+        rows = zigzag(rows.tokens.shape[1], mesh.shape["cp"]).split(rows)
+    of_rows = P(*parallel.of_rows(mesh))
+    args = (random_params(), rows)
+    assert_equal(run_on(mesh, body, (specs, of_rows), (P(), specs), args), whole, rtol=1e-11)
+
+
+def mesh_on(axes):
+    """A mesh of dp and tp, or of dp, cp and tp."""
+    if len(axes) == 2:
+        return mesh_of(*axes)
+    dp, cp, tp = axes
+    return make_mesh(dp=dp, cp=cp, tp=tp, devices=jax.devices("cpu")[: dp * cp * tp])
 
 
 def losses_on(axes, layout, steps, training=train.training, mesh=lambda mesh: mesh):
     """Those of the first steps."""
     config, rows = dataclasses.replace(TINY, layout=layout), pack(some_documents(), TINY.length)
     return np.array(
-        [loss for _, loss in islice(training(config, mesh(mesh_of(*axes)), rows), steps)]
+        [loss for _, loss in islice(training(config, mesh(mesh_on(axes)), rows), steps)]
     )
 
 
 @pytest.mark.parametrize(
     ("axes", "layout"),
     [
-        ((4, 2), ALL),
+        ((2, 2, 2), dataclasses.replace(ALL, context="ring")),
+        slow((4, 2), ALL),
+        slow((1, 4, 2), Layout()),
         slow((2, 4), Layout(sequence=True, overlap="ring", microbatches=2)),
         slow((8, 1), Layout(fsdp=True)),
     ],
@@ -111,25 +129,32 @@ def test_fsdp_leaves_each_device_an_equal_share_of_everything():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "layout",
-    [Layout(), ALL, Layout(fsdp=True, late=True, sequence=True, microbatches=2)],
+    ("axes", "layout"),
+    [
+        ((4, 2), Layout()),
+        ((4, 2), ALL),
+        ((4, 2), Layout(fsdp=True, late=True, sequence=True, microbatches=2)),
+        ((2, 2, 2), dataclasses.replace(ALL, context="ring")),
+        ((2, 2, 2), Layout(context="ulysses")),
+    ],
     ids=str,
 )
-def test_no_communication_is_undeclared(layout):
+def test_no_communication_is_undeclared(axes, layout):
     """In the compiled step, whoever put it there: rules, derivatives or XLA."""
-    mesh = mesh_of(4, 2)
+    mesh = mesh_on(axes)
     params = jax.eval_shape(partial(llama.init, TINY.model), jax.random.key(0))
     placed = lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at)
     params = jax.tree.map(placed, params, parallel.placement(layout, TINY.model, mesh))
     rows = Rows(*[np.zeros((8, 48), np.int32)] * 3)
-    rows = jax.tree.map(lambda x: placed(x, shardings(mesh, P("dp"))), rows)
+    rows = jax.tree.map(lambda x: placed(x, shardings(mesh, P(*parallel.of_rows(mesh)))), rows)
     found = audit(parallel.gradients(TINY.model, mesh, layout), (params, rows), target=None)
-    assert {axis for message in found.messages for axis in message.axes} == {"dp", "tp"}
+    assert {axis for message in found.messages for axis in message.axes} == set(mesh.axis_names)
 
 
 def test_a_layout_that_does_not_divide_is_refused():
     model = dataclasses.replace(TINY.model, codes=258)
     for config, message in (
+        ({"dp": 1, "cp": 2, "length": 50}, r"length / 2=25 is not a multiple of cp=2"),
         ({"length": 6, "layout": ALL}, r"length=6 is not a multiple of tp"),
         ({"layout": Layout(microbatches=3)}, r"microbatches=3 must divide the 4 rows of a device"),
         ({"model": model}, r"codes=258 is not a multiple of tp=4"),
@@ -139,7 +164,7 @@ def test_a_layout_that_does_not_divide_is_refused():
         ),
     ):
         with pytest.raises(ValueError, match=message):
-            train.mesh_for(dataclasses.replace(TINY, dp=2, tp=4, **config))
+            train.mesh_for(dataclasses.replace(TINY, **{"dp": 2, "tp": 4} | config))
     with pytest.raises(ValueError, match=r"layout.ahead=9 from 0 to model.layers=4"):
         train.check(train.Config(layout=Layout(ahead=9)))
     layout = Layout(overlap="ring", keep=True)

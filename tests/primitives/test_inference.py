@@ -334,7 +334,7 @@ def test_what_does_not_fit_is_named():
         (lambda: paged_attention(q, pages[0][..., :4], *pages[1:], 5), r"paged_attention: `k` has"),
         (lambda: paged_attention(q, *pages[:2], pages[2][0], 5), r"`page_table` has shape \(10,\)"),
         (lambda: paged_attention(q, *pages[:2], pages[2] * 1.0, 5), r"dtype float32; .*integers"),
-        (lambda: paged_attention(q, pages[0][0], *pages[1:], 5), r"`k_pages` has shape \(7, 2, 8\)"),
+        (lambda: paged_attention(q, pages[0][0], *pages[1:], 5), r"`k_pages` .*\(7, 2, 8\)"),
         (lambda: paged_attention(q[0], *pages, 5), r"`page_table` has shape .* with q \(1, 4, 8\)"),
         (lambda: decode_attention(q[0], k, v, 5), r"decode_attention: `q` has shape \(1, 4, 8\)"),
     ):  # fmt: skip

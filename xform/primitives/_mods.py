@@ -16,6 +16,7 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Collection, Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -139,8 +140,31 @@ class Traced:
         }
 
 
-def _trace(name: str, mod: Callable, *score) -> Traced:
-    """Traces `mod(*score, b, h, q_idx, kv_idx)` and evaluates what depends on none of them."""
+class Opened(NamedTuple):
+    """A mod as a program of the arrays that it reads.
+
+    Attributes:
+      program: `(*arrays, *score, b, h, q_idx, kv_idx) -> [result]`, of scalars, without calls.
+      arrays: what the mod reads.
+      typed: the same program as it was traced, with the user's lines.
+    """
+
+    program: Jaxpr
+    arrays: list[jax.Array]
+    typed: Jaxpr
+
+    def of(self, arrays: Sequence[jax.Array]) -> Callable:
+        """The mod that reads these arrays instead."""
+        run = interpret(self.program, _JOINED, default=_bind_joined)
+        return lambda *args: run(*arrays, *args)[0]
+
+
+def open_mod(name: str, mod: Callable, *score) -> Opened:
+    """Traces `mod(*score, b, h, q_idx, kv_idx)`.
+
+    Raises:
+      ValueError, TypeError: if the mod is no function of scalars, or does not return one.
+    """
     _check_signature(name, mod, "score, " * len(score) + "b, h, q_idx, kv_idx")
     try:
         jaxpr, shape = jax.make_jaxpr(mod, return_shape=True)(*score, *[_INDEX] * 4)
@@ -153,10 +177,16 @@ def _trace(name: str, mod: Callable, *score) -> Traced:
             f"values of its arguments: {cure}. {str(error).splitlines()[0]}"
         ) from error
     _check_result(name, mod, shape, jnp.floating if score else jnp.bool_)
-    consts = join_axes([jnp.asarray(x) for x in jaxpr.consts])
+    arrays = [jnp.asarray(x) for x in jaxpr.consts]
     # Traced again without the types of shard_map, which a lowering knows nothing about.
     flat = jax.make_jaxpr(interpret(pe.convert_constvars_jaxpr(jaxpr), _KEEP, default=_bind))
-    flat = flat(*map(_struct, consts), *score, *[_INDEX] * 4)
+    return Opened(flat(*map(_struct, arrays), *score, *[_INDEX] * 4), arrays, jaxpr)
+
+
+def _trace(name: str, mod: Callable, *score) -> Traced:
+    """Traces `mod(*score, b, h, q_idx, kv_idx)` and evaluates what depends on none of them."""
+    flat, arrays, jaxpr = open_mod(name, mod, *score)
+    consts = join_axes(arrays)
     invars = flat.invars[len(consts) :]
     known = dict(zip([*flat.constvars, *flat.invars], [*flat.consts, *consts], strict=False))
 
@@ -212,6 +242,18 @@ _KEEP = {
     ("jit", "remainder"): lambda x, y, **_: jnp.remainder(x, y),
     "pvary": lambda x, **_: x,
     "pcast": lambda x, **_: x,
+}
+
+
+def _bind_joined(eqn: JaxprEqn, *args):
+    """`_bind` where operands may differ in the mesh axes that they vary over."""
+    return _bind(eqn, *join_axes(args))
+
+
+_JOINED = {
+    **_KEEP,
+    "custom_jvp_call": eqn_rule(_bind_joined),
+    "custom_vjp_call": eqn_rule(_bind_joined),
 }
 
 # What Python asks of a traced value, how its error begins, and what to write instead.

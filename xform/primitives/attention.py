@@ -208,8 +208,8 @@ def which(
 
     Args:
       q, k, v: as for `flex_attention`; only shapes and dtypes count.
-      gradient: whether to ask for the backward pass, with gradients for q, k, v and all arrays that
-        the score mod reads.
+      gradient: whether to ask for the backward pass, with gradients for q, k, v and all floating
+        arrays that the score mod reads.
       aux, **options: as for `flex_attention`.
 
     Returns:
@@ -234,9 +234,11 @@ def which(
     device = default_device()
     asked, mask = options.get("implementation"), options.get("mask_mod")
     if gradient:
-        moving = (True, False, False, True, True, *(True for _ in captures))
+        floating = (jnp.issubdtype(x.dtype, jnp.floating) for x in captures)
+        moving = (True, False, False, True, True, *floating)
         linear = (*(False for _ in moving), *(True for m in moving if m))
-        shapes = [x.shape[3:] for x in (q, k, v)] + [x.shape for x in captures]
+        read = (x for x, moves in zip(captures, moving[5:], strict=True) if moves)
+        shapes = [*(x.shape[3:] for x in (q, k, v)), *(x.shape for x in read)]
         fn = Transpose(Jvp(Attend(spec), moving), linear, tuple(shapes))
         choice = choose_for_sum(asked, fn, (q, None, None, k, v), device)
     else:

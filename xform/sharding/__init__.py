@@ -30,6 +30,7 @@ from xform.sharding.mesh import shardings as shardings
 from xform.sharding.tensor import TensorParallel as TensorParallel
 
 if TYPE_CHECKING:
+    from xform.sharding import context as context
     from xform.sharding import pipeline as pipeline
 
-_MODULES, __getattr__, __dir__ = later(__name__, {"pipeline": ()})
+_MODULES, __getattr__, __dir__ = later(__name__, {"context": (), "pipeline": ()})

@@ -11,6 +11,7 @@ from xform._hlo import (
     Computation,
     Dump,
     Instruction,
+    Kernel,
     Module,
     Moves,
     Program,
@@ -138,12 +139,24 @@ def message(c: Collective, report: Program, partitioned: Partitioned) -> Message
         sent=c.sent,
         trips=c.kernel.trips,
         looped=c.kernel.trips > 1 or bool(c.kernel.loops),
-        covered=c.overlaps and any(kernels[name].kind == "matmul" for name in c.window),
+        covered=c.overlaps and any(_multiplies(kernels[name]) for name in c.window),
         promises=tuple(dict.fromkeys(promises)),
         inserted=c.inserted,
         line=c.kernel.line,
         paths=partitioned.paths(c),
     )
+
+
+# Kernels of our own, whose inside a compiled program doesn't tell: attention's two passes. The
+# careful twin of the forward kernel, which nearly always returns at once, hides nothing.
+_FUSED = ("flex_attention", "flex_attention_backward")
+
+
+def _multiplies(kernel: Kernel) -> bool:
+    """Whether it is made of matrix products."""
+    if kernel.kind == "library":
+        return not set(_FUSED).isdisjoint(kernel.op_name.split("/")[-2:])
+    return kernel.kind == "matmul"
 
 
 def swallowed(messages: Sequence[Message], partitioned: Partitioned) -> Iterator[Offender]:
