@@ -10,7 +10,6 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from jax.sharding import PartitionSpec as P
 
 pytest.importorskip("matplotlib")
 pytest.importorskip("optax")
@@ -25,7 +24,7 @@ from parallel import Layout
 from tests.examples.test_llama import SMALL, random_rows
 from tests.examples.test_train import TINY, StopAfter, some_documents
 from tests.oracle import UNOPTIMISED, once
-from xform.sharding import make_mesh, settle, shardings
+from xform.sharding import make_mesh, settle
 from xform.sharding.pipeline import by_rank, zb_h1
 from xform.train.data import pack
 from xform.train.run import Stop
@@ -35,8 +34,9 @@ DEEP = dataclasses.replace(SMALL, layers=4)
 ALL = Layout(fsdp=True, sequence=True, overlap="ring")
 
 
-def mesh_of(dp: int, pp: int, tp: int):
-    return make_mesh(dp=dp, pp=pp, tp=tp, devices=jax.devices("cpu")[: dp * pp * tp])
+def mesh_of(dp: int, pp: int, tp: int, cp: int | None = None):
+    devices = jax.devices("cpu")[: dp * pp * tp * (cp or 1)]
+    return make_mesh(dp=dp, pp=pp, cp=cp, tp=tp, devices=devices)
 
 
 def wide_params() -> dict:
@@ -66,6 +66,9 @@ def one_device():
         slow((2, 4, 1), "gpipe", 2, "one_program", Layout(fsdp=True)),
         slow((2, 2, 2), "interleaved", 1, "one_program", Layout(sequence=True)),
         slow((2, 2, 2), "zb-h1", 2, "per_stage", ALL),
+        slow((1, 2, 2, 2), "zb-h1", 2, "one_program", Layout(context="ring")),
+        slow((2, 2, 1, 2), "1f1b", 2, "one_program", Layout(fsdp=True, context="all_gather")),
+        slow((1, 2, 2, 2), "zb-v", 2, "per_stage", Layout(sequence=True, context="ulysses")),
     ],
     ids=str,
 )
@@ -83,7 +86,7 @@ def test_loss_and_every_gradient_equal_those_of_one_device(
         placed = pipelined.placement(layout, DEEP, mesh, schedule)
         args = (
             jax.device_put({**params, "layers": layers}, placed),
-            jax.device_put(rows, shardings(mesh, P("dp"))),
+            parallel.place_rows(rows, mesh),
         )
         f: Any = pipelined.gradients(DEEP, mesh, layout, "f32", schedule, executor)
         if executor == "one_program":
