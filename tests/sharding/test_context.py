@@ -41,7 +41,6 @@ def without_checks():
 SOME = [
     Case("documents", "ring", 8),
     Case("table", "ring", 2, dp=2, tp=2),
-    Case("alternating", "all_gather", 4, dp=2),
     Case("neighborhood", "all_gather", 8),
     Case("bias", "ulysses", 4),
 ]
@@ -195,7 +194,9 @@ def test_permuted_positions_leave_tiles_what_they_are():
     layout = context.balanced(mask, 256, 2, chunk=32)
     order = np.asarray(layout.permutation)
     placed = lambda b, h, q, k: mask(b, h, jnp.asarray(order)[q], jnp.asarray(order)[k])
-    tiles, _ = tiles_by_chunk(mask, 256, 16, 16)
+    i, j = np.arange(256)[:, None], np.arange(256)[None]
+    dense = (i >= j) & (ids[i] == ids[j])
+    tiles = dense.reshape(16, 16, 16, 16).any((1, 3))
     moved, _ = tiles_by_chunk(placed, 256, 16, 16)
     rows = order[::16] // 16
     np.testing.assert_array_equal(moved, tiles[np.ix_(rows, rows)])

@@ -154,7 +154,7 @@ def plan(q, k, v, devices: int, *, layout: Layout | None, mask_mod, device: str 
         ),
         "ulysses": Cost(moved, float(mean) * of_tile, moved / wire + 2 * _OVERHEAD, misfit),
     }  # fmt: skip
-    able = [name for name in METHODS if costs[name].misfit is None]
+    able: list[Method] = [name for name in METHODS if costs[name].misfit is None]
     ranked: list[Method] = sorted(able, key=lambda name: costs[name].seconds)
     why = ", ".join(f"{name} {costs[name].seconds * 1e3:.3f} ms" for name in ranked)
     return Plan(ranked[0], f"{why} at the rates of {rates.name}", costs, load, rates.name)

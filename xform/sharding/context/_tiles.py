@@ -130,7 +130,7 @@ def _maps(
     return jax.jit(over).lower(*indices, *given).compile()
 
 
-def _host() -> jax.Device:
+def _host() -> Any:
     """A CPU, which compiles a map sooner than a GPU; where there is none, what there is."""
     try:
         return jax.local_devices(backend="cpu")[0]
