@@ -249,6 +249,9 @@ def large(softcap=None, label_smoothing=0.0, z_loss=0.0, biased=False, dtype="bf
                 ("H200", "forward", ALL),
                 ("H200", "backward", ALL),
                 ("H200", "backward", {"biased": True}),
+                ("H200", "backward", {"dtype": "float32", "label_smoothing": 0.1}),
+                ("H200", "backward", {"dtype": "float32", "biased": True}),
+                ("H200", "backward", {"dtype": "float32", **ALL}),
             )
         ],
     ],

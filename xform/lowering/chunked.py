@@ -86,7 +86,8 @@ def forward(spec: LossSpec, hidden: int, rows, operands: Sequence, labels, platf
         outs = [jnp.zeros(len(h), spec.wide)] * (1 + len(fn.results))
         if rows is None:
             return fold(len(h), chunks[0], some_tokens, outs)
-        outs += [jnp.zeros(h.shape, rows)] * (1 + spec.both_curved)
+        # Not zeros, of which XLA would keep one more array for where it writes 0 to ignored tokens.
+        outs += [lax.empty(h.shape, rows) for _ in range(1 + spec.both_curved)]
         top, *sums = fold(len(h), chunks[0], some_tokens, outs)
         sums, gradients = sums[: len(fn.results)], sums[len(fn.results) :]
         # Out here, where they become part of what multiplies them and are no arrays of their own.
@@ -113,7 +114,7 @@ def _sums_of(spec: LossSpec, chunk: int, moving: bool, h, labels, w, bias) -> li
 
     def some_entries(start, count, carry):
         top, (total, *sums), gradients = carry
-        w_tile, *bias_tile = (load(spec, x, COL, start, count, labels=labels) for x in (w, *bias))
+        w_tile, *bias_tile = (load(spec, x, COL, start, count) for x in (w, *bias))
         x = spec.logits(h, w_tile, bias_tile)
         own = is_label(place(labels, start, count))
         rest = others(x, own)
@@ -188,13 +189,19 @@ def _tile_sum(fn: TileFn, structs: Sequence, chunks: Chunks, labels, *arrays) ->
     kinds = fn.operands
     first = next(x for x, k in zip(arrays, kinds, strict=True) if k == COL)  # the weights
     length: dict[Kind, int] = {ROW: len(labels), COL: first.shape[spec.vocab_dim]}
+    # Rows that are all in one chunk are cleaned here, once. In the loops, each chunk of entries
+    # would copy them again, and the last one, of another size, might hold a second copy meanwhile.
+    once = chunk[ROW] >= length[ROW]
+    if once:
+        arrays = [clean(x, labels) if k == ROW else x for x, k in zip(arrays, kinds, strict=True)]
 
     def some_outer(start, size, results):
         def some_inner(at, count, totals):
             where: dict[Kind, tuple] = {outer: (start, size), inner: (at, count)}
             own = take(labels, *where[ROW])
             tiles = [
-                load(spec, x, k, *where[k], labels=own) for x, k in zip(arrays, kinds, strict=True)
+                load(spec, x, k, *where[k], labels=None if once else own)
+                for x, k in zip(arrays, kinds, strict=True)
             ]
             values = fn(place(own, *where[COL]), *tiles)
             values = [unload(spec, v, k) for v, k in zip(values, fn.results, strict=True)]
@@ -241,15 +248,17 @@ def along(spec: LossSpec, kind: Kind, ndim: int) -> int:
     return spec.vocab_dim if kind == COL and ndim == 2 else 0
 
 
-def load(spec: LossSpec, x, kind: Kind, start, size: int, *, labels):
+def load(spec: LossSpec, x, kind: Kind, start, size: int, *, labels=None):
     """A chunk of an operand as a tile in the wide dtype: rows `[1,q,...]`, columns `[k,...]`.
 
-    Rows are those of `labels`, and clean: here, since a clean copy of all would be an array more.
+    Rows are those of `labels`, and cleaned here, since a clean copy of all would be an array more;
+    without `labels` they are clean already.
     """
     dim = along(spec, kind, x.ndim)
     tile = take(x, start, size, dim)
     if kind == ROW:
-        return clean(tile, labels).astype(spec.wide)[None]
+        tile = tile if labels is None else clean(tile, labels)
+        return tile.astype(spec.wide)[None]
     tile = tile.astype(spec.wide)
     return tile.T if dim else tile
 
