@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 import matplotlib.pyplot as plt
 import numpy as np
+from matplotlib.patches import Rectangle
 from scipy.sparse import csr_matrix
 from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 
@@ -327,6 +328,7 @@ def assigned(f):
         lowered = jax.jit(jax.value_and_grad(f)).lower(params, x)
         asked = {"xla_dump_to": folder, "xla_dump_hlo_as_text": True}
         memory = lowered.compile(compiler_options=asked).memory_analysis()
+        assert memory is not None
         text = lambda end: "".join(p.read_text() for p in Path(folder).glob(f"*{end}.txt"))
         places, lives = text("-buffer-assignment"), text("-live-range")
     block = next(part for part in places.split("allocation ") if "preallocated-temp" in part)
@@ -359,7 +361,7 @@ for ax, (name, (size, arrays)) in zip(panels, games.items(), strict=True):
     for born, dies, offset, bytes_ in arrays:
         at, width = 100 * (born - start) / (end - start), 100 * (dies - born) / (end - start)
         colour = BLUE if bytes_ == WIDE else ORANGE
-        box = plt.Rectangle((at, offset / 1e6), width, bytes_ / 1e6, facecolor=colour)
+        box = Rectangle((at, offset / 1e6), width, bytes_ / 1e6, facecolor=colour)
         box.set(edgecolor="white", linewidth=0.3)
         ax.add_patch(box)
     ax.set_title(f"{name}: {size / 1e6:.1f} MB", size=9)
