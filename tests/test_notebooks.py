@@ -50,7 +50,7 @@ def test_notebook_was_run_from_top_to_bottom(source):
 def test_running_it_says_what_it_says(source):
     """Word for word, and number for number but for the last digits, which processors differ in.
 
-    Of a cell tagged `measured`, which tells times, only the kind of what it shows.
+    Of a cell tagged `measured`, which tells times or roundings, only the kind of what it shows.
     """
     for old, new in zip(kept(source).cells, notebooks.execute(source).cells, strict=True):
         measured = "measured" in old.metadata.get("tags", ())

@@ -177,6 +177,21 @@ def test_derived_residual_is_saved_where_it_is_smaller():
     assert [v.type for v in told.saved] == ["bool[256,128]"]
 
 
+def test_report_is_of_the_arguments_that_are_differentiated():
+    """Of weights alone no cosine is needed; x is not among them, and keyword arguments neither."""
+    f = lambda w, x, *, bias: (jnp.sin(x) @ w + bias).sum()
+    args = f32(64, 128), f32(256, 64)
+    bias = f32(128)
+    told = lambda argnums: remat.report(f, argnums=argnums)(*args, bias=bias)
+    kept = lambda argnums: [v.what for v in (*told(argnums).saved, *told(argnums).arguments)]
+    assert len(told(0).curve) < len(told(None).curve)
+    assert kept(0) != kept(1)
+    assert kept(1) == kept(-1) == kept([1])
+    assert kept((0, 1)) == kept(None)
+    with pytest.raises(ValueError, match=r"`argnums=\(0, 2\)` names 2, and the call has 2 posit"):
+        told((0, 2))
+
+
 def test_sum_is_saved_after_what_is_added():
     """gelu(x @ w + b + r): the sum, which exists anyway, not the product before it.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -86,16 +86,21 @@ class _Remat:
         budget: Budget | Mapping[str, Budget] = "all",
         again: Collection[str] = ("products", "kernels"),
         offload: Collection[str] = (),
+        argnums: int | Sequence[int] | None = None,
     ) -> Callable[..., Report]:
         """Returns a function that tells what `remat(f, ...)` keeps and repeats, and runs nothing.
 
         Args:
-          f: as in `remat`, like the others; floating-point arguments are differentiated.
-          budget, again, offload: as in `remat`.
+          f, budget, again, offload: as in `remat`.
+          argnums: the positional arguments that are differentiated, as in `jax.grad`, since a plan
+            depends on these; every floating-point argument where None.
 
         Returns:
           A function of the arguments of `f`, which may be `jax.ShapeDtypeStruct`s, that returns a
           `Report`.
+
+        Raises:
+          ValueError: as `remat`; or `argnums` names an argument that there is not.
 
         >>> import jax.numpy as jnp
         >>> f = lambda w, x: jnp.sum(jnp.tanh(x @ w) @ w)
@@ -106,7 +111,8 @@ class _Remat:
 
         def told(*args, **kwargs) -> Report:
             traced = _traced(f, args, kwargs)
-            return report_of(plan.program(traced.jaxpr), plan.whole, traced.paths)
+            chosen = traced.chosen(argnums, len(args))
+            return report_of(plan.program(traced.jaxpr), plan.whole, traced.paths, chosen)
 
         return told
 
@@ -164,12 +170,27 @@ class _traced:
             return f(*args, **kwargs)
 
         own = [values[i] for i in moving]
+        self._from = [leaves[i][0] for i in moving]
         closed, out = jax.make_jaxpr(call, return_shape=True)(*own)
         self.jaxpr, consts = flatten(closed)
         self.args = [*consts, *own]
         names = [jax.tree_util.keystr(leaves[i][0][1:]) for i in moving]
         self.paths = [*[f"closed over: {jax.typeof(c).str_short()}" for c in consts], *names]
         self._out = jax.tree.structure(out)
+
+    def chosen(self, argnums: int | Sequence[int] | None, count: int) -> list[bool]:
+        """Which inputs are of these positional arguments, of `count` that the call had."""
+        if argnums is None:
+            return [True] * len(self.args)
+        named = [argnums] if isinstance(argnums, int) else argnums
+        if wrong := [n for n in named if not -count <= n < count]:
+            raise ValueError(
+                f"`argnums={argnums}` names {', '.join(map(str, wrong))}, and the call has "
+                f"{count} positional arguments."
+            )
+        among = {n % count for n in named}
+        own = [path[0].idx == 0 and path[1].idx in among for path in self._from]
+        return [False] * (len(self.args) - len(own)) + own
 
     def unflatten(self, outs: list) -> Any:
         return jax.tree.unflatten(self._out, outs)

@@ -108,10 +108,11 @@ class Report:
         yield f"{'':>12} └" + "─" * width + " time"
 
 
-def report_of(jaxpr: Jaxpr, plan: Outer, paths: Sequence[str]) -> Report:
-    """The report of a program whose floating-point inputs are differentiated."""
+def report_of(jaxpr: Jaxpr, plan: Outer, paths: Sequence[str], chosen: Sequence[bool]) -> Report:
+    """The report of a program of whose inputs the chosen that are floats are differentiated."""
     types = (getattr(t, "dtype", None) for t in jaxpr.in_avals)
-    active = tuple(t is not None and jnp.issubdtype(t, jnp.inexact) for t in types)
+    is_float = (t is not None and jnp.issubdtype(t, jnp.inexact) for t in types)
+    active = tuple(a and b for a, b in zip(chosen, is_float, strict=True))
     candidate = search(jaxpr, active, plan.settings).within(plan.budget)
     saved: dict[tuple, Value] = {}
     again: dict[tuple, Value] = {}
