@@ -109,14 +109,9 @@ def one_by_one(step, x, stack):
 
 
 def stream(
-    params: dict,
-    tokens_BT,
-    ids_BT,
-    config: Config,
-    tp: TensorParallel = ONE,
-    scan=one_by_one,
-    cp: ContextParallel = WHOLE,
-):
+    params: dict, tokens_BT, ids_BT, config: Config,
+    tp: TensorParallel = ONE, scan=one_by_one, cp: ContextParallel = WHOLE,
+):  # fmt: skip
     """Returns what the model makes of each position, [B, T, M], for `unembed` to turn into logits.
 
     Args:
@@ -197,13 +192,9 @@ def rotate(x_BTHD, rotation):
 
 
 def loss(
-    params: dict,
-    rows,
-    config: Config,
-    tp: TensorParallel = ONE,
-    scan=one_by_one,
-    cp: ContextParallel = WHOLE,
-):
+    params: dict, rows, config: Config,
+    tp: TensorParallel = ONE, scan=one_by_one, cp: ContextParallel = WHOLE,
+):  # fmt: skip
     """Returns the summed negative log-likelihood of all labels, in nats, and their number.
 
     A sum and a count, not a mean: devices that hold different numbers of labels add up theirs, and
