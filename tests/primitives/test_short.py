@@ -22,8 +22,11 @@ TABLE = jnp.arange(6).reshape(B, 3)
 ENTRIES = {
     "flex_attention": (flex_attention, (X, X, X)),
     "reference": (partial(flex_attention, implementation="reference"), (X, X, X)),
-    "decode_attention": (lambda *x, **o: decode_attention(*x, 9, **o), (NEW, X, X)),
-    "paged_attention": (lambda *x, **o: paged_attention(*x, TABLE, 9, **o), (NEW, PAGES, PAGES)),
+    "decode_attention": (lambda q, k, v, **o: decode_attention(q, k, v, 9, **o), (NEW, X, X)),
+    "paged_attention": (
+        lambda q, k, v, **o: paged_attention(q, k, v, TABLE, 9, **o),
+        (NEW, PAGES, PAGES),
+    ),
 }
 
 

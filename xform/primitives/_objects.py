@@ -136,8 +136,7 @@ def variant[M: type](cls: M) -> M:
     causal() & ~every(3)
     """
     cls = dataclass(eq=False, repr=False)(cls)
-    if issubclass(cls, Mod) and "__call__" in vars(cls):
-        cls.__call__ = checked(vars(cls)["__call__"])
+    _look_when_called(cls)
 
     def flatten(mod):
         values = {f.name: getattr(mod, f.name) for f in fields(mod)}
@@ -154,6 +153,11 @@ def variant[M: type](cls: M) -> M:
 
     jax.tree_util.register_pytree_with_keys(cls, flatten, unflatten)
     return cls
+
+
+def _look_when_called(cls: Any) -> None:
+    if issubclass(cls, Mod) and "__call__" in vars(cls):
+        cls.__call__ = checked(cls.__call__)
 
 
 def _is_structure(x) -> bool:

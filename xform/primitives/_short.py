@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from jax import lax
 
-from xform._compat import Jaxpr, JaxprEqn
+from xform._compat import Jaxpr, JaxprEqn, Var
 from xform.primitives._own import of_equation
 
 if TYPE_CHECKING:
@@ -43,10 +43,10 @@ def short_reads(
       in_text: whether queries and keys are positions of a text.
       line: where in the user's code an equation is from.
     """
-    names = dict(zip(program.invars[-4:], _INDICES, strict=True))
-    counts = dict(zip(_INDICES, shape, strict=True))
+    names: dict[Var, str] = dict(zip(program.invars[-4:], _INDICES, strict=True))
+    counts: dict[str, int | None] = dict(zip(_INDICES, shape, strict=True))
     words = (*_PLACES[:2], "positions", "positions") if in_text else _PLACES
-    places = dict(zip(_INDICES, words, strict=True))
+    places: dict[str, str] = dict(zip(_INDICES, words, strict=True))
     wrong = []
     for eqn in filter(_is_plain, program.eqns):
         found: Any = eqn.invars[0].aval
