@@ -68,6 +68,8 @@ SHORT = {
         r"`documents\(ids\)` has shape \[2, 8\]; .* it needs \[2, 12\]"),
     "longer ids in a function": (lambda b, h, i, j: LONG_IDS(b, h, i, j) & (j <= i),
         r"`documents\(ids\)` has shape \[2, 14\]; .* it needs \[2, 12\]"),
+    "ids at indices by name": (lambda b, h, i, j: LONG_IDS(b, h, kv_idx=j, q_idx=i) & (j <= i),
+        r"`documents\(ids\)` has shape \[2, 14\]; .* it needs \[2, 12\]"),
     "ids in a score": (lambda s, b, h, i, j: jnp.where((causal() & LONG_IDS)(b, h, i, j), s, -1),
         r"`documents\(ids\)` has shape \[2, 14\]; .* it needs \[2, 12\]"),
     "ids in a function in a mask": (causal() & (lambda *at: LONG_IDS(*at)), r"\[2, 14\]; .*2, 12"),

@@ -107,11 +107,12 @@ def checked(call: Callable) -> Callable:
     """The `__call__` of a class of mod objects, which looks whether an object fits."""
 
     @functools.wraps(call)
-    def checked(self, *args):
+    def checked(self, *args, **named):
         if (now := _CALL.get()) is not None:
             here = dict(zip(map(id, now.indices), now.shape, strict=True))
-            places = type(now.shape)(*(here.get(id(x)) for x in args[-4:]))
+            at = [*args, *(named[i] for i in _INDICES if i in named)][-4:]
+            places = type(now.shape)(*(here.get(id(x)) for x in at))
             now.wrong.extend(x for x in self.misfits(places) if x not in now.wrong)
-        return call(self, *args)
+        return call(self, *args, **named)
 
     return checked
