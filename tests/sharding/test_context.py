@@ -244,6 +244,9 @@ def test_what_is_chosen_runs_and_names_run_as_asked():
 # ---- what is refused -----------------------------------------------------------------------------
 
 
+IDS = jnp.arange(8)
+
+
 def refused(**options):
     mesh = mesh_of(cp=4)
     spec = options.pop("spec", P(None, "cp"))
@@ -265,6 +268,7 @@ def refused(**options):
         ({"implementation": "reference"}, ValueError, r"is dense, and of one device: compare"),
         ({"aux": "max"}, ValueError, r"`aux` asks for \['max'\]; there is \['lse'\]"),
         ({"mask_mod": documents(np.ones(8, int))}, ValueError, r"has shape \[8\]; .*needs \[32\]"),
+        ({"mask_mod": lambda b, h, i, j: IDS[j] == 0}, ValueError, r"at kv_idx .* are 32 keys"),
         ({"method": "ulysses", "heads": 6}, NotImplementedError, r"cp=4 does not divide 6 query"),
     ],
     ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",

@@ -28,7 +28,9 @@ from xform._compat import Jaxpr, JaxprEqn, Literal, Var
 from xform._show import named
 from xform.jaxpr import eqn_rule, intern, interpret, source_line, sub_jaxprs, walk
 from xform.lowering._spec import Read
+from xform.primitives._objects import Mod, Shape, is_in_text
 from xform.primitives._rules import join_axes
+from xform.primitives._short import short_reads, watched
 
 _INDEX = jax.ShapeDtypeStruct((), jnp.int32)
 
@@ -54,19 +56,23 @@ class Mods:
     context: list[jax.Array]
 
 
-def take_apart(score_mod: Callable | None, mask_mod: Callable | None, wide) -> Mods:
+def take_apart(
+    score_mod: Callable | None, mask_mod: Callable | None, wide, shape: Shape | None = None
+) -> Mods:
     """Traces the mods and takes them apart.
 
     Args:
       score_mod, mask_mod: the user's functions, or None.
       wide: dtype of scores.
+      shape: how many places there are, for arrays to have entries for; None if that is not asked.
 
     Raises:
-      ValueError: if a mod does not return one scalar, or a mask not a bool, or a score not a float.
+      ValueError: if a mod does not return one scalar, or a mask not a bool, or a score not a float;
+        and on arrays that are too short.
     """
-    struct = jax.ShapeDtypeStruct((), wide)
-    score = None if score_mod is None else _trace("score_mod", score_mod, struct)
-    mask = None if mask_mod is None else _trace("mask_mod", mask_mod)
+    score, mask = open_mods(score_mod, mask_mod, wide, shape)
+    score = None if score is None else _trace("score_mod", score)
+    mask = None if mask is None else _trace("mask_mod", mask)
     context = _context(score, mask)
     where = list(context)
     reads = _reads(score, where) if score else {}
@@ -147,11 +153,13 @@ class Opened(NamedTuple):
       program: `(*arrays, *score, b, h, q_idx, kv_idx) -> [result]`, of scalars, without calls.
       arrays: what the mod reads.
       typed: the same program as it was traced, with the user's lines.
+      misfits: in words, which arrays do not fit, if that was asked.
     """
 
     program: Jaxpr
     arrays: list[jax.Array]
     typed: Jaxpr
+    misfits: Sequence[str] = ()
 
     def of(self, arrays: Sequence[jax.Array]) -> Callable:
         """The mod that reads these arrays instead."""
@@ -159,15 +167,39 @@ class Opened(NamedTuple):
         return lambda *args: run(*arrays, *args)[0]
 
 
-def open_mod(name: str, mod: Callable, *score) -> Opened:
+def open_mods(
+    score_mod: Callable | None, mask_mod: Callable | None, wide, shape: Shape | None,
+    caller: str = "flex_attention",
+) -> tuple[Opened | None, Opened | None]:  # fmt: skip
+    """Opens both mods, if they are there.
+
+    Raises:
+      ValueError: on arrays that do not fit `shape`, those of both.
+    """
+    struct = jax.ShapeDtypeStruct((), wide)
+    score = None if score_mod is None else open_mod("score_mod", score_mod, struct, shape=shape)
+    mask = None if mask_mod is None else open_mod("mask_mod", mask_mod, shape=shape)
+    if wrong := [words for mod in (score, mask) if mod for words in mod.misfits]:
+        raise ValueError(f"{caller}: {'; '.join(dict.fromkeys(wrong))}.")
+    return score, mask
+
+
+def open_mod(name: str, mod: Callable, *score, shape: Shape | None = None) -> Opened:
     """Traces `mod(*score, b, h, q_idx, kv_idx)`.
+
+    Args:
+      name: what it is.
+      mod: the user's function.
+      *score: the struct of a score, if it takes one.
+      shape: how many places there are; None if arrays are not to be held to it.
 
     Raises:
       ValueError, TypeError: if the mod is no function of scalars, or does not return one.
     """
     _check_signature(name, mod, "score, " * len(score) + "b, h, q_idx, kv_idx")
+    call, wrong = (mod, []) if shape is None or _is_asked(mod) else watched(mod, shape)
     try:
-        jaxpr, shape = jax.make_jaxpr(mod, return_shape=True)(*score, *[_INDEX] * 4)
+        jaxpr, out = jax.make_jaxpr(call, return_shape=True)(*score, *[_INDEX] * 4)
     except Exception as error:
         if (cure := _cure(error)) is None:  # the user's own, with their line in its traceback
             error.add_note(f"This is in the `{name}` {_called(mod)}.")
@@ -176,16 +208,25 @@ def open_mod(name: str, mod: Callable, *score) -> Opened:
             f"`{name}` {_called(mod)} is traced once for all scores, so Python can't know the "
             f"values of its arguments: {cure}. {str(error).splitlines()[0]}"
         ) from error
-    _check_result(name, mod, shape, jnp.floating if score else jnp.bool_)
+    _check_result(name, mod, out, jnp.floating if score else jnp.bool_)
     arrays = [jnp.asarray(x) for x in jaxpr.consts]
     # Traced again without the types of shard_map, which a lowering knows nothing about.
     flat = jax.make_jaxpr(interpret(pe.convert_constvars_jaxpr(jaxpr), _KEEP, default=_bind))
-    return Opened(flat(*map(_struct, arrays), *score, *[_INDEX] * 4), arrays, jaxpr)
+    program = flat(*map(_struct, arrays), *score, *[_INDEX] * 4)
+    if shape is not None and not wrong:  # what is in an object that does not fit need not be said
+        called, line = f"`{name}` {_called(mod)}", functools.partial(_line, program, jaxpr)
+        wrong = short_reads(called, program, shape, is_in_text(), line)
+    return Opened(program, arrays, jaxpr, wrong)
 
 
-def _trace(name: str, mod: Callable, *score) -> Traced:
-    """Traces `mod(*score, b, h, q_idx, kv_idx)` and evaluates what depends on none of them."""
-    flat, arrays, jaxpr = open_mod(name, mod, *score)
+def _is_asked(mod) -> bool:
+    """Whether it is an object without functions in it: these have been asked whether they fit."""
+    return isinstance(mod, Mod) and all(map(_is_asked, filter(callable, vars(mod).values())))
+
+
+def _trace(name: str, opened: Opened) -> Traced:
+    """Evaluates what depends neither on the score nor on an index."""
+    flat, arrays, jaxpr, _ = opened
     consts = join_axes(arrays)
     invars = flat.invars[len(consts) :]
     known = dict(zip([*flat.constvars, *flat.invars], [*flat.consts, *consts], strict=False))
@@ -416,7 +457,7 @@ def _called(mod: Callable) -> str:
     while isinstance(function, functools.partial):
         function = inspect.unwrap(function.func)
     if not hasattr(function, "__name__"):  # an object that can be called
-        function = type(function).__call__
+        function = inspect.unwrap(type(function).__call__)
     code = getattr(function, "__code__", None)
     name = f"`{getattr(function, '__qualname__' if mod is not function else '__name__', mod)}`"
     return f"{name} ({named(code.co_filename)}:{code.co_firstlineno})" if code else name
@@ -481,13 +522,18 @@ def _check_fusable(name: str, eqns: Sequence[JaxprEqn], flat: Jaxpr, jaxpr: Jaxp
     for eqn in [*eqns, *(site.eqn for site in inside)]:
         operation = eqn.primitive.name
         if why := _WHY_UNFUSABLE.get(operation):
-            made, lines = (
-                [s for s in walk(program) if s.eqn.primitive.name == operation]
-                for program in (flat, jaxpr)
-            )
-            line = lines[[site.eqn is eqn for site in made].index(True)].line
+            line = _line(flat, jaxpr, eqn)
             raise NotImplementedError(
                 f"`{name}` can't be fused: `{operation}` {why}, and it depends on the score or an "
                 f"index (at {line}). Compute what it gives before the call, as an "
                 "array that the mod reads at its indices."
             )
+
+
+def _line(flat: Jaxpr, jaxpr: Jaxpr, eqn: JaxprEqn) -> str:
+    """The user's line of an equation of `flat`, by the one of `jaxpr` that it was made of."""
+    made, lines = (
+        [site for site in walk(program) if site.eqn.primitive is eqn.primitive]
+        for program in (flat, jaxpr)
+    )
+    return lines[[site.eqn is eqn for site in made].index(True)].line

@@ -19,6 +19,8 @@ import numpy as np
 from jax.core import Tracer
 from jax.typing import ArrayLike
 
+from xform.primitives._short import checked
+
 Places = slice | ArrayLike
 """Some indices: a slice, or an array of them."""
 
@@ -134,6 +136,7 @@ def variant[M: type](cls: M) -> M:
     causal() & ~every(3)
     """
     cls = dataclass(eq=False, repr=False)(cls)
+    _look_when_called(cls)
 
     def flatten(mod):
         values = {f.name: getattr(mod, f.name) for f in fields(mod)}
@@ -150,6 +153,11 @@ def variant[M: type](cls: M) -> M:
 
     jax.tree_util.register_pytree_with_keys(cls, flatten, unflatten)
     return cls
+
+
+def _look_when_called(cls: Any) -> None:
+    if issubclass(cls, Mod) and "__call__" in vars(cls):
+        cls.__call__ = checked(cls.__call__)
 
 
 def _is_structure(x) -> bool:

@@ -1,7 +1,8 @@
-"""What mods read at their own batch entry or head alone.
+"""What mods read at an index of theirs as it is: at their own batch entry, their own query.
 
 `ids[b, q]` reads the ids of entry b and no others. A device that has some of the entries then needs
-no more of `ids` than its own part, which is what a mesh that splits the batch usually gives it.
+no more of `ids` than its own part, which is what a mesh that splits the batch usually gives it. And
+there must be an entry for each (`xform.primitives._short`).
 Seen is what indexing makes: the index itself, or one with the length added where it is negative.
 """
 
@@ -16,6 +17,8 @@ from xform.lowering._spec import Read, Spec
 
 type Own = Mapping[int, str]
 """Of some dimensions of an array: "B" if it is read at b alone, "H" if at h."""
+type Names = Mapping[Var, str]
+"""What the indices that are looked for are called, by their variables in a program."""
 
 
 def of_reads(reads: Sequence[Read]) -> Own:
@@ -47,34 +50,41 @@ def _of_read(read: Read) -> Own:
         return {}
     (start,) = read.index.outvars
     dims = read.dimension_numbers.start_index_map
-    return _at(read.index, dims, _entries(read.index, start), read.slice_sizes)
+    starts = _entries(read.index, start)
+    return _at(read.index, _own_names(read.index), dims, starts, read.slice_sizes)
 
 
 def _of_array(program: Jaxpr, array: Var) -> list[Own]:
     """What each of the equations says that take an array."""
     eqns = [eqn for eqn in program.eqns if any(x is array for x in eqn.invars)]
-    own = [_of_equation(program, eqn, array) for eqn in eqns]
+    names = _own_names(program)
+    reads = lambda eqn: eqn.invars[0] is array and not any(x is array for x in eqn.invars[1:])
+    own = [of_equation(program, eqn, names) if reads(eqn) else {} for eqn in eqns]
     return [*own, {}] if any(x is array for x in program.outvars) else own
 
 
-def _of_equation(program: Jaxpr, eqn: JaxprEqn, array: Var) -> Own:
-    operand, *others = eqn.invars
-    if operand is not array or any(x is array for x in others):
-        return {}
+def _own_names(program: Jaxpr) -> Names:
+    return dict(zip(program.invars[:2], "BH", strict=True))
+
+
+def of_equation(program: Jaxpr, eqn: JaxprEqn, names: Names) -> Own:
+    """Which dimensions of its first operand an equation reads at one of these indices alone."""
     if eqn.primitive is lax.dynamic_slice_p:
-        dims = range(len(others))
-        return _at(program, dims, others, eqn.params["slice_sizes"])
+        starts = eqn.invars[1:]
+        return _at(program, names, range(len(starts)), starts, eqn.params["slice_sizes"])
     if eqn.primitive is lax.gather_p:
-        dims = eqn.params["dimension_numbers"].start_index_map
-        return _at(program, dims, _entries(program, others[0]), eqn.params["slice_sizes"])
+        dims, starts = eqn.params["dimension_numbers"].start_index_map, eqn.invars[1]
+        return _at(program, names, dims, _entries(program, starts), eqn.params["slice_sizes"])
     return {}
 
 
-def _at(program: Jaxpr, dims: Sequence[int], starts: Sequence, sizes: Sequence[int]) -> Own:
+def _at(
+    program: Jaxpr, names: Names, dims: Sequence[int], starts: Sequence, sizes: Sequence[int]
+) -> Own:
     """Of a slice of these sizes, which starts so along these dimensions."""
     if len(starts) != len(dims):
         return {}
-    named = {d: _name(program, start) for d, start in zip(dims, starts, strict=True)}
+    named = {d: _name(program, names, start) for d, start in zip(dims, starts, strict=True)}
     return {d: name for d, name in named.items() if name and sizes[d] == 1}
 
 
@@ -96,17 +106,17 @@ _SAME = ("broadcast_in_dim", "reshape", "squeeze", "convert_element_type", "copy
 """Operations after which one number is the same one."""
 
 
-def _name(program: Jaxpr, x) -> str | None:
-    """Whether a number is the batch entry, "B", or the head, "H"."""
+def _name(program: Jaxpr, names: Names, x) -> str | None:
+    """The name of the index that a number is, None if it is another number."""
     if isinstance(x, Literal):
         return None
-    if x in program.invars[:2]:
-        return "BH"[program.invars.index(x)]
+    if x in names:
+        return names[x]
     eqn = _maker(program, x)
     if eqn is None:
         return None
     if eqn.primitive.name in _SAME:
-        return _name(program, eqn.invars[0])
+        return _name(program, names, eqn.invars[0])
     if eqn.primitive is lax.select_n_p and len(eqn.invars) == 3:
         test, other, wrapped = eqn.invars
         below, added = _maker(program, test), _maker(program, wrapped)
@@ -114,5 +124,5 @@ def _name(program: Jaxpr, x) -> str | None:
             zero = below.invars[1]
             same = other is below.invars[0] is added.invars[0]
             if same and isinstance(zero, Literal) and zero.val == 0:
-                return _name(program, other)
+                return _name(program, names, other)
     return None

@@ -34,7 +34,7 @@ from xform.lowering._dropout import threefry
 from xform.lowering._spec import Spec
 from xform.lowering._tile_fn import COL, ROW, Attend, Jvp, Peak, Transpose, base, log_sum
 from xform.primitives._choose import IMPLEMENTATIONS, Choice, choose, choose_for_sum, default_device
-from xform.primitives._mods import take_apart
+from xform.primitives._mods import open_mods, take_apart
 from xform.primitives._objects import Mod, Shape
 from xform.primitives._own import of_context, of_reads
 from xform.primitives._rules import add_hidden_dim, broadcast_like, hidden_sizes, join_axes
@@ -142,16 +142,19 @@ def flex_attention(
     """
     aux = (aux,) if isinstance(aux, str) else aux
     _check(q, k, v, sinks, dropout_rate, dropout_key, aux, implementation)
-    _check_mods(score_mod, mask_mod, scale, Shape(q.shape[0], q.shape[2], q.shape[1], k.shape[1]))
+    shape = Shape(q.shape[0], q.shape[2], q.shape[1], k.shape[1])
+    _check_mods(score_mod, mask_mod, scale, shape)
     scale = max(1, q.shape[-1]) ** -0.5 if scale is None else scale
     size = v.shape[-1]
     q, k, v = (jnp.pad(x, [*[(0, 0)] * 3, (0, 1)]) if x.shape[-1] == 0 else x for x in (q, k, v))
-    attend = reference.attend
-    if implementation != "reference":
+    if implementation == "reference":
+        check_places(q, score_mod, mask_mod, shape)
+        attend = reference.attend
+    else:
         # What sinks scale is rounded after that, and only then.
         attend = partial(
             _attend, implementation=implementation, deterministic=deterministic,
-            wide=sinks is not None,
+            wide=sinks is not None, shape=shape,
         )  # fmt: skip
     out, lse, *peak = attend(
         q, k, v, score_mod=score_mod, mask_mod=mask_mod, scale=scale, peak="max" in aux,
@@ -167,14 +170,15 @@ def flex_attention(
 
 def _attend(
     q, k, v, *, score_mod, mask_mod, scale, dropout_rate, dropout_key, peak, implementation,
-    deterministic=True, wide=False,
+    deterministic=True, wide=False, shape=None,
 ):  # fmt: skip
     """Output, log-sum-exp and, with `peak`, the maximum, by the primitive.
 
-    With `wide`, the output is not rounded to the dtype of q.
+    With `wide`, the output is not rounded to the dtype of q; with a `shape`, arrays of the mods are
+    held to it.
     """
     spec, captures, context = _traced(
-        q, score_mod, mask_mod, scale, dropout_rate, deterministic=deterministic
+        q, score_mod, mask_mod, scale, dropout_rate, deterministic=deterministic, shape=shape
     )
     if implementation is not None:
         choose(implementation, spec, q.shape, *v.shape[1::2], peak=peak, device=None)
@@ -187,12 +191,12 @@ def _attend(
     return out, log_sum(top, total), *maximum[:1]
 
 
-def _traced(q, score_mod, mask_mod, scale, dropout_rate, *, deterministic: bool = True):
+def _traced(q, score_mod, mask_mod, scale, dropout_rate, *, deterministic: bool = True, shape=None):
     """The user's program, the arrays that its score reads, and those that masks and indices do."""
     if isinstance(scale, jax.Array):  # it may be traced, and has a gradient: a capture like others
         scaled = partial(_scaled, score_mod, scale)
         score_mod, scale = functools.update_wrapper(scaled, score_mod or _scaled), 1.0
-    mods = take_apart(score_mod, mask_mod, jnp.promote_types(q.dtype, jnp.float32))
+    mods = take_apart(score_mod, mask_mod, jnp.promote_types(q.dtype, jnp.float32), shape)
     spec = Spec(
         float(scale), jnp.dtype(q.dtype),
         mods.score, mods.reads, mods.mask, mods.mask_dims, dropout_rate, deterministic,
@@ -466,7 +470,8 @@ def _check_mods(score_mod, mask_mod, scale, shape: Shape, caller="flex_attention
         if mod is not None and not callable(mod):
             raise TypeError(
                 f"`{name}` must be a function of scalars, found {type(mod).__name__}. Of an array, "
-                "make one: `lambda b, h, q_idx, kv_idx: array[q_idx, kv_idx]`."
+                "make one: `lambda b, h, q_idx, kv_idx: array[q_idx, kv_idx]`, whose array has an "
+                "entry for each query and key."
             )
     mods = [mod for mod in (score_mod, mask_mod) if isinstance(mod, Mod)]
     if wrong := [words for mod in mods for words in mod.misfits(shape)]:
@@ -475,6 +480,14 @@ def _check_mods(score_mod, mask_mod, scale, shape: Shape, caller="flex_attention
         raise TypeError(f"`scale` is {scale!r}; needed is a number or a scalar array.")
     if scale is not None and jnp.shape(scale):
         raise ValueError(f"`scale` must be a scalar, found shape {jnp.shape(scale)}.")
+
+
+def check_places(q, score_mod, mask_mod, shape: Shape, caller: str = "flex_attention") -> None:
+    """Raises if the mods read arrays that are too short for `shape`.
+
+    For whoever calls them at other indices than their own, or does not trace them.
+    """
+    open_mods(score_mod, mask_mod, jnp.promote_types(q.dtype, jnp.float32), shape, caller)
 
 
 def _misfits(q, k, v, sinks) -> list[str]:

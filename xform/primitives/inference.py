@@ -32,7 +32,14 @@ from xform.lowering.blockwise import inverse
 from xform.primitives._mods import take_apart
 from xform.primitives._objects import Shape, in_text, static
 from xform.primitives._rules import join_axes
-from xform.primitives.attention import Aux, _attend, _check, _check_mods, _with_sinks
+from xform.primitives.attention import (
+    Aux,
+    _attend,
+    _check,
+    _check_mods,
+    _with_sinks,
+    check_places,
+)
 from xform.primitives.block_map import EMPTY, block_map
 
 # Keys that one split of a part has: enough to hide what a call costs, few enough to share out.
@@ -273,6 +280,7 @@ def _over_parts(
     shape = Shape(q.shape[0], q.shape[2], kept.length, kept.length)
     with in_text():
         _check_mods(score_mod, mask_mod, options["scale"], shape, caller)
+        check_places(q, score_mod, mask_mod, shape, caller)
     seen = _named(partial(_seen, kept, lengths, q.shape[1], mask_mod), mask_mod)
     attend = partial(_part, q, kept, lengths, score_mod, seen, options)
     rows = q.shape[:3]
@@ -304,16 +312,16 @@ def _over_parts(
 
 def _lengths(caller: str, lengths, batch: int, room: int):
     """Lengths `[B]`; and where they are traced, which are beyond what there is room for."""
-    lengths = jnp.asarray(lengths)
+    given, lengths = lengths, jnp.asarray(lengths)
     if lengths.shape not in ((), (batch,)) or not jnp.issubdtype(lengths.dtype, jnp.integer):
         raise ValueError(
             f"{caller}: `lengths` is {lengths.dtype}{list(lengths.shape)}; needed are integers, a "
             f"scalar or [{batch}]."
         )
     of_each = jnp.broadcast_to(lengths.astype(jnp.int32), (batch,))
-    if isinstance(lengths, Tracer):
+    if any(isinstance(x, Tracer) for x in jax.tree.leaves(given)):
         return of_each, of_each > room
-    known = np.ravel(lengths) if lengths.is_fully_addressable else np.zeros(0, int)
+    known = np.ravel(given) if getattr(given, "is_fully_addressable", True) else np.zeros(0, int)
     if (wrong := known[(known < 0) | (known > room)]).size:
         raise ValueError(
             f"{caller}: `lengths` has {', '.join(map(str, wrong[:5]))}, and there is room for the "

@@ -11,7 +11,14 @@ from jaxtyping import Float, PyTree
 
 from xform._compat import varying_axes
 from xform.primitives._objects import Shape
-from xform.primitives.attention import Aux, _check, _check_mods, _scaled, _with_sinks
+from xform.primitives.attention import (
+    Aux,
+    _check,
+    _check_mods,
+    _scaled,
+    _with_sinks,
+    check_places,
+)
 from xform.primitives.parts import Program
 from xform.sharding._declare import declare
 from xform.sharding.context._exchange import by_all_gather, by_ulysses
@@ -88,6 +95,7 @@ def attention(
     n, length = layout.devices, layout.length
     shape = Shape(q.shape[0], q.shape[2], length, length)
     _check_mods(score_mod, mask_mod, scale, shape, "context.attention")
+    check_places(q, score_mod, mask_mod, shape, "context.attention")
     if method is None:
         method = plan(q, k, v, n, layout=layout, mask_mod=mask_mod, device=None).method
     options = {"deterministic": deterministic, "implementation": implementation}
