@@ -52,6 +52,7 @@ from xform.train import files, run
 from xform.train.checkpoint import Checkpoints
 from xform.train.data import NO_LABEL, Rows, Source, batch, count
 from xform.train.metrics import Metrics
+from xform.train.tokens import TokenRows
 
 # ---- data and devices ----------------------------------------------------------------------------
 
@@ -381,8 +382,10 @@ def main(config: Config) -> None:
         refuse_another(*saved, config, info["data"])
     layout = " × ".join(f"{axis}={size}" for axis, size in mesh.shape.items())
     platform = mesh.devices.flat[0].platform
-    read = f", read as {rows.blocks[0].dtype}" if info["tokens"] else ""
-    size = sum(block.size for block in rows.blocks)
+    size, read = sum(block.size for block in rows.blocks), ""
+    if isinstance(rows, TokenRows):
+        left = f" ({rows.left:,} more fill no row)" if rows.left else ""
+        read = f"{left}, read as {rows.blocks[0].dtype}"
     print(f"{size:,} tokens in {count(rows):,} rows{read}; {platform} devices: {layout}")
 
     folder = begin(config, info["data"])

@@ -390,7 +390,10 @@ def test_a_run_on_tokens(tmp_path, capsys):
     config = dataclasses.replace(TINY, **tokenless, run=str(tmp_path / "run"))
     train.main(config)
     out = capsys.readouterr().out
-    assert "18,912 tokens in 394 rows, read as uint16; cpu devices: dp=2 × tp=2" in out
+    assert (
+        "18,960 tokens in 395 rows (40 more fill no row), read as uint16; cpu devices: dp=2 × tp=2"
+        in out
+    )
     assert "validation loss" in out
     assert "tokenize" not in out
     with pytest.raises(ValueError, match=r"was trained on tokens: name the tokenizer"):

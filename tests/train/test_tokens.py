@@ -4,9 +4,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+pytest.importorskip("hypothesis")
+
+from hypothesis import given
+from hypothesis import strategies as st
+
 from xform.train.data import batch, count, pack
 from xform.train.files import as_rows, fingerprint, hold_out, read
-from xform.train.tokens import Shards, TokenRows, read_tokens
+from xform.train.tokens import TokenRows, read_tokens
 
 RNG = np.random.default_rng(0)
 TOKENS = RNG.integers(1000, size=4001)
@@ -52,7 +57,7 @@ def test_rows_of_a_file_are_those_of_its_documents_packed(write):
 
 
 def test_without_a_separator_a_file_is_one_document():
-    rows = TokenRows.of(np.arange(10, dtype="<u2"), 5).take(np.array([1, 0]))
+    rows = TokenRows.of([np.arange(10, dtype="<u2")], 5).take(np.array([1, 0]))
     np.testing.assert_array_equal(rows.labels, [[6, 7, 8, 9, -1], [1, 2, 3, 4, 5]])
     assert not rows.ids.any()
 
@@ -114,9 +119,9 @@ def test_a_file_that_is_no_file_is_refused(tmp_path):
         read_tokens(tmp_path, codes=9)
 
 
-def test_a_file_shorter_than_a_row_is_refused():
+def test_files_that_are_shorter_than_a_row_together_are_refused():
     with pytest.raises(ValueError, match=r"a row takes 16 tokens, and there are 15"):
-        TokenRows.of(np.arange(15), 16)
+        TokenRows.of([np.arange(7), np.arange(8)], 16)
 
 
 def test_a_fingerprint_knows_the_tokens_and_not_where_they_are(write):
@@ -205,18 +210,41 @@ def test_a_folder_of_token_files_is_one_data_set(write, tmp_path):
     for x, path in zip(streams, paths, strict=True):
         np.testing.assert_array_equal(x, np.fromfile(path, "<u2"))
     rows = as_rows(streams, 20, END)
-    assert isinstance(rows, Shards)
-    assert count(rows) == 50 + 149
-    chosen = RNG.permutation(count(rows))
-    alone = [TokenRows.of(x, 20, END) for x in (streams[0], streams[2])]
-    expected = [part.take(np.arange(count(part))) for part in alone]
-    for found, *each in zip(rows.take(chosen), *expected, strict=True):
-        np.testing.assert_array_equal(found, np.concatenate(each)[chosen])
-    joined = np.concatenate([TOKENS[:1000], TOKENS[1015:3995]])
-    assert fingerprint(rows) == fingerprint(TokenRows.of(joined, 20))
+    assert isinstance(rows, TokenRows)
+    assert (count(rows), rows.left) == (4001 // 20, 1)
+    assert sum(map(len, rows.blocks)) == count(rows)
+    assert fingerprint(rows) == fingerprint(TokenRows.of([TOKENS], 20))
     train, held_out = (as_rows(x, 20, END) for x in hold_out(streams))
-    assert (count(train), count(held_out)) == (47 + 141, 2 + 7)
+    assert (count(train), count(held_out)) == (3801 // 20, 200 // 20)
     assert batch(train, 3, size=4, seed=0).tokens.shape == (4, 20)
+
+
+@given(st.lists(st.integers(0, 40), min_size=1, max_size=12), st.integers(1, 16))
+def test_files_of_any_size_are_packed_as_documents(sizes, length):
+    """None is lost, and no label crosses from one to the next."""
+    streams = np.split(TOKENS[: sum(sizes)].astype("<u2"), np.cumsum(sizes)[:-1])
+    if sum(sizes) < length:
+        return
+    rows = TokenRows.of(streams, length)
+    packed = pack([x.astype(int) for x in streams], length)
+    whole = np.arange(sum(sizes) // length)
+    assert rows.left == sum(sizes) % length
+    np.testing.assert_array_equal(np.concatenate(rows.blocks), packed.tokens[whole])
+    assert {x.dtype for x in rows.blocks} == {np.dtype("<u2")}
+    found, expected = rows.take(whole), packed.take(whole)
+    np.testing.assert_array_equal(found.tokens, expected.tokens)
+    np.testing.assert_array_equal(found.labels, expected.labels)
+    edges = lambda x: np.diff(x.ids, axis=1) > 0
+    np.testing.assert_array_equal(edges(found), edges(expected))
+
+
+@given(st.lists(st.integers(0, 90), min_size=1, max_size=30))
+def test_the_tail_of_all_files_is_held_out(sizes):
+    streams = np.split(TOKENS[: sum(sizes)], np.cumsum(sizes)[:-1])
+    parts = hold_out([x.view(np.memmap) for x in streams])
+    train, held_out = (np.concatenate(x) for x in parts)
+    np.testing.assert_array_equal(np.concatenate([train, held_out]), TOKENS[: sum(sizes)])
+    assert len(held_out) == sum(sizes) // 20
 
 
 def test_text_beside_tokens_is_refused_and_both_are_named(write, tmp_path):
@@ -245,9 +273,3 @@ def test_all_that_is_wrong_with_token_files_is_listed(write, tmp_path):
     ):
         assert words in str(error.value)
     assert "a.bin" not in str(error.value)
-
-
-def test_files_that_are_all_shorter_than_a_row_are_refused(write, tmp_path):
-    parts(write)
-    with pytest.raises(ValueError, match=r"a row takes 5000 tokens, and there are 2986"):
-        as_rows(read([tmp_path / "data"], None, codes=1000), 5000)

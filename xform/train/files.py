@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from xform.train.data import Source, decode, encode, pack
-from xform.train.tokens import read_tokens, rows_of
+from xform.train.tokens import TokenRows, read_tokens
 
 
 @dataclasses.dataclass(frozen=True)
@@ -223,15 +223,21 @@ def mixed(flat: Sequence[Path], text: Sequence[Path]) -> str:
 def hold_out(documents: Sequence[np.ndarray]) -> tuple[list[np.ndarray], list[np.ndarray]]:
     """Returns documents to train on and to validate on: every twentieth, from the first.
 
-    Where there are fewer than twenty, it is the last twentieth of each.
+    Where there are fewer than twenty, it is the last twentieth of each. Mapped files are one
+    stream, whatever it was cut into, and the last twentieth of all its tokens is held out.
 
     >>> train, held_out = hold_out([np.arange(40)])
     >>> held_out
     [array([38, 39])]
     """
-    if len(documents) >= 20:
+    mapped = any(isinstance(x, np.memmap) for x in documents)
+    if len(documents) >= 20 and not mapped:
         return [x for i, x in enumerate(documents) if i % 20], list(documents[::20])
-    cuts = [len(x) - len(x) // 20 for x in documents]
+    sizes = np.array([len(x) for x in documents])
+    cuts = sizes - sizes // 20
+    if mapped:
+        left = sizes.sum() - sizes.sum() // 20
+        cuts = np.clip(left - (np.cumsum(sizes) - sizes), 0, sizes)
     pairs = list(zip(documents, cuts, strict=True))
     return [x[:cut] for x, cut in pairs], [x[cut:] for x, cut in pairs]
 
@@ -252,7 +258,7 @@ def as_rows(
     """
     try:
         if isinstance(documents[0], np.memmap):
-            return rows_of(documents, length, separator)
+            return TokenRows.of(documents, length, separator)
         if not any(map(len, documents)):
             raise ValueError("there is no token")
         return pack(documents, length)

@@ -7,7 +7,7 @@ with the vocabulary before the first one is used.
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -26,83 +26,81 @@ _CHUNK = 1 << 22
 class TokenRows:
     """Rows of one long stream of tokens, cut out as they are drawn; a `Source`.
 
-    A last row that the stream does not fill is left out.
+    The files of the stream are laid end to end, and each begins a document, so that no file is too
+    short. A last row that the stream does not fill is left out.
 
     Attributes:
-      stream: All tokens, usually mapped from a file.
-      tokens: The same as rows of equal length.
-      separator: The token that ends a document, as its last one; None if all is one document.
+      streams: All tokens, in parts that are usually mapped from files; none is empty.
+      first: The place of each part in the stream, and last the size of the stream.
+      length: Tokens in a row.
+      separator: The token that ends a document, as its last one; None if each part is one document.
+      blocks: The tokens of all rows in order: views of the parts, and copies of rows that cross
+        from one part to the next.
     """
 
-    stream: Integer[np.ndarray, "size"]
-    tokens: Integer[np.ndarray, "rows length"]
+    streams: tuple[Integer[np.ndarray, "_"], ...]
+    first: Int[np.ndarray, "parts"]
+    length: int
     separator: int | None = None
+    blocks: tuple[Integer[np.ndarray, "_ length"], ...] = ()
 
     @classmethod
-    def of(cls, stream: np.ndarray, length: int, separator: int | None = None) -> "TokenRows":
-        """Returns the stream's rows of `length` tokens.
+    def of(
+        cls, streams: Sequence[np.ndarray], length: int, separator: int | None = None
+    ) -> "TokenRows":
+        """Returns the rows of `length` tokens of some streams, one behind the other.
 
         Raises:
           ValueError: There is less than one.
         """
-        rows = len(stream) // length
-        if not rows:
-            raise ValueError(f"a row takes {length} tokens, and there are {len(stream)} of them")
-        return cls(stream, stream[: rows * length].reshape(rows, length), separator)
+        streams = tuple(x for x in streams if len(x))
+        first = np.cumsum([0, *map(len, streams)])
+        if first[-1] < length:
+            raise ValueError(f"a row takes {length} tokens, and there are {first[-1]} of them")
+        rows = cls(streams, first, length, separator)
+        return dataclasses.replace(rows, blocks=tuple(rows._blocks()))
 
     @property
-    def blocks(self) -> tuple[np.ndarray]:
-        """The tokens, as one array."""
-        return (self.tokens,)
+    def left(self) -> int:
+        """How many tokens at the end of the stream fill no row."""
+        return int(self.first[-1]) % self.length
+
+    def _blocks(self) -> Iterator[np.ndarray]:
+        length, dtype, done = self.length, np.result_type(*self.streams), 0
+        crossing = lambda to: self.take(np.arange(done, to)).tokens.astype(dtype)
+        for stream, start in zip(self.streams, self.first, strict=False):
+            # Its rows that lie in it as a whole.
+            begin, end = -(-start // length), (start + len(stream)) // length
+            if begin < end:
+                if done < begin:
+                    yield crossing(begin)
+                yield stream[begin * length - start : end * length - start].reshape(-1, length)
+                done = end
+        if done < (rows := self.first[-1] // length):
+            yield crossing(rows)
 
     def take(self, chosen: Int[np.ndarray, "some"]) -> Rows:
         """Returns the chosen rows; ids number the documents of each row from 0."""
-        length = self.tokens.shape[1]
-        place = np.asarray(chosen)[:, None] * length + np.arange(length + 1)
-        beyond = place >= len(self.stream)
-        spans = self.stream[np.minimum(place, len(self.stream) - 1)].astype(np.int32)
-        ends = np.zeros(spans.shape, bool) if self.separator is None else spans == self.separator
+        spans = np.zeros((len(chosen), self.length + 1), np.int32)
+        ends = np.zeros(spans.shape, bool)
+        for row, span, end in zip(chosen, spans, ends, strict=True):
+            self._copy(int(row) * self.length, span, end)
+        if self.separator is not None:
+            ends |= spans == self.separator
         ids = np.cumsum(ends, axis=1, dtype=np.int32) - ends
-        labels = np.where(ends[:, :-1] | beyond[:, 1:], NO_LABEL, spans[:, 1:]).astype(np.int32)
+        labels = np.where(ends[:, :-1], NO_LABEL, spans[:, 1:]).astype(np.int32)
         return Rows(spans[:, :-1], ids[:, :-1].astype(np.int32), labels)
 
-
-@dataclasses.dataclass(frozen=True)
-class Shards:
-    """The rows of several files, one behind the other; a `Source`."""
-
-    parts: tuple[TokenRows, ...]
-
-    @property
-    def blocks(self) -> tuple[np.ndarray, ...]:
-        """The tokens of each file."""
-        return tuple(part.tokens for part in self.parts)
-
-    def take(self, chosen: Int[np.ndarray, "some"]) -> Rows:
-        """Returns the chosen rows."""
-        chosen, blocks = np.asarray(chosen), self.blocks
-        first = np.cumsum([0, *map(len, blocks)])
-        part = np.searchsorted(first, chosen, side="right") - 1
-        rows = Rows(*(np.empty((len(chosen), blocks[0].shape[1]), np.int32) for _ in range(3)))
-        for i in np.unique(part):
-            for x, found in zip(
-                rows, self.parts[i].take(chosen[part == i] - first[i]), strict=True
-            ):
-                x[part == i] = found
-        return rows
-
-
-def rows_of(
-    streams: Sequence[np.ndarray], length: int, separator: int | None
-) -> TokenRows | Shards:
-    """Returns the rows of some streams of tokens; one that does not fill a row is left out.
-
-    Raises:
-      ValueError: None does.
-    """
-    long = [x for x in streams if len(x) >= length] or [max(streams, key=len)]
-    parts = tuple(TokenRows.of(x, length, separator) for x in long)
-    return parts[0] if len(parts) == 1 else Shards(parts)
+    def _copy(self, place: int, span: np.ndarray, ends: np.ndarray) -> None:
+        """Fills a span from a place on, and notes where a part of the stream ends in it."""
+        part, at = int(np.searchsorted(self.first, place, side="right")) - 1, 0
+        while at < len(span) and part < len(self.streams):
+            start = place + at - self.first[part]
+            found = self.streams[part][start : start + len(span) - at]
+            span[at : at + len(found)] = found
+            at += len(found)
+            ends[at - 1] = start + len(found) == len(self.streams[part])
+            part += 1
 
 
 # ---- a file --------------------------------------------------------------------------------------
