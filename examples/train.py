@@ -69,13 +69,13 @@ def tokenizer_for(config: Config) -> files.Tokenizer | None:
 def data_for(config: Config, tokenizer: files.Tokenizer | None) -> tuple[Source, Source]:
     """Returns the rows to train on, and those held out, once it is known that they are enough."""
 
-    def read(names) -> list[np.ndarray]:
-        codes, dtype = config.model.codes, config.token_dtype
-        return files.read(list(map(Path, names)), tokenizer, codes=codes, dtype=dtype)
-
     library = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
-    documents = read(config.data or library)
-    parts = (documents, read(config.held_out)) if config.held_out else files.hold_out(documents)
+    named, apart = (list(map(Path, x)) for x in (config.data or library, config.held_out))
+    read = partial(
+        files.read, tokenizer=tokenizer, codes=config.model.codes, dtype=config.token_dtype
+    )
+    documents = read(named, without=apart)
+    parts = (documents, read(apart)) if apart else files.hold_out(documents)
     rows, held_out = (
         files.as_rows(part, config.length, config.separator, name)
         for part, name in zip(parts, ("to train on", "held out"), strict=True)
@@ -99,7 +99,8 @@ def schedule_for(config: Config) -> Schedule | None:
 def mesh_for(config: Config) -> Mesh:
     """Returns the mesh of all devices, once it is known that model and batch divide over it."""
     count, schedule = jax.device_count() // (config.pp or 1), schedule_for(config)
-    tp = config.tp or math.gcd(2, count, config.model.codes)
+    m = config.model
+    tp = config.tp or math.gcd(2, count, m.codes, m.heads, m.kv_heads, m.hidden)
     dp = config.dp or max(1, count // (tp * (config.cp or 1)))
     mesh = make_mesh(dp=dp, pp=config.pp, cp=config.cp, tp=tp)
     pipelined.check(config.layout, config.model, mesh, config.batch, config.length, schedule)

@@ -266,6 +266,8 @@ def test_a_model_that_does_not_divide_is_refused():
     config = train.Config(model=llama.Config(heads=6, kv_heads=2), tp=4)
     with pytest.raises(ValueError, match=r"heads=6 is not a multiple of tp=4, kv_heads=2 is not"):
         train.mesh_for(config)
+    one_head = dataclasses.replace(TINY, model=dataclasses.replace(TINY.model, kv_heads=1))
+    assert train.mesh_for(one_head).shape == {"dp": 8, "tp": 1}
     with pytest.raises(ValueError, match=r"dp=3 × tp=2, which takes 6 devices"):
         train.mesh_for(train.Config(dp=3))
     with pytest.raises(ValueError, match=r"dp=1 × tp=16, which takes 16 devices, but there are 8"):
@@ -288,7 +290,7 @@ def test_all_that_is_wrong_with_a_config_is_listed():
         "temperature=-1.0 must be a number that is not negative",
         "separator=256 is outside of model.codes=256",
         "prompt is empty",
-        "separator and token_dtype are of `.bin` files, and there is none",
+        "separator and token_dtype are of `.bin` files, and there is none; `a.txt` does not exist",
     ):
         assert words in str(error.value)
     config = dataclasses.replace(

@@ -258,12 +258,12 @@ def test_text_beside_tokens_is_refused_and_both_are_named(write, tmp_path):
 
 def test_all_that_is_wrong_with_token_files_is_listed(write, tmp_path):
     parts(write)
-    write(b"", "data/empty.bin")
+    empty = write(b"", "data/empty.bin")
     write(b"123", "data/odd.bin")
     (tmp_path / "data" / "broken.bin").symlink_to(tmp_path / "nowhere")
     write(np.array([1, 1000], "<u2").tobytes(), "data/outside.bin")
     with pytest.raises(ValueError, match=r"^data: ") as error:
-        read([tmp_path / "data", tmp_path / "none.bin"], None, codes=1000)
+        read([empty, tmp_path / "data", tmp_path / "none.bin"], None, codes=1000)
     for words in (
         "empty.bin` is empty",
         "odd.bin` holds 3 bytes, which is no multiple of the 2",
@@ -273,3 +273,17 @@ def test_all_that_is_wrong_with_token_files_is_listed(write, tmp_path):
     ):
         assert words in str(error.value)
     assert "a.bin" not in str(error.value)
+
+
+def test_empty_files_of_a_folder_and_those_held_out_are_left_out(write, tmp_path):
+    first, *_ = parts(write)
+    folder = tmp_path / "data"
+    write(b"", "data/empty.bin")
+    with pytest.warns(UserWarning, match=r"left out as empty: `.*empty.bin`$"):
+        streams = read([folder, first], None, codes=1000, without=[folder / "c.bin"])
+    np.testing.assert_array_equal(np.concatenate(streams), TOKENS[:1015])
+    with pytest.raises(ValueError, match=r"all of it is held out"):
+        read([folder], None, codes=1000, without=[folder])
+    write(b"", "other/empty.bin")
+    with pytest.raises(ValueError, match=r"there is no token: `.*other/empty.bin` is empty\.$"):
+        read([tmp_path / "other"], None, codes=1000)

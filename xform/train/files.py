@@ -6,6 +6,8 @@ drawn (`xform.train.tokens`). A folder is what is in it: all text, or all tokens
 """
 
 import dataclasses
+import os
+import warnings
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -99,34 +101,51 @@ def encode_prompt(tokenizer: Tokenizer, prompt: str) -> np.ndarray:
 # ---- text ----------------------------------------------------------------------------------------
 
 
-def read_text(paths: Sequence[Path], tokenizer: Tokenizer = BYTES) -> list[np.ndarray]:
+def read_text(
+    paths: Sequence[Path], tokenizer: Tokenizer = BYTES, *, without: Sequence[Path] = ()
+) -> list[np.ndarray]:
     """Returns the tokens of each text file, in order of their names.
 
     Args:
-      paths: Files, and folders whose files are all read, but for empty and hidden ones.
+      paths: Files, and folders whose files are all read, but for empty and hidden ones. A file is
+        read once, however many names it has.
       tokenizer: By default, bytes are tokens.
+      without: Files and folders that are not read, though they are among the others.
 
     Raises:
       ValueError: Lists every path that is missing, empty, unreadable or not UTF-8.
     """
-    found, wrong = [], []
+    found, wrong, seen, empty = [], [], _real(without), []
     for path in paths:
         try:
-            files = sorted(_files(path))
-            texts = [(file, file.read_bytes()) for file in files]
+            texts = [(file, file.read_bytes()) for file in _files(path, seen)]
+            nothing = not any(text for _, text in texts) and (texts or not any(_files(path, set())))
         except OSError as error:
             wrong.append(f"`{error.filename or path}` can't be read: {error.strerror}")
             continue
         wrong += [f"`{file}` is not UTF-8 text" for file, text in texts if not _is_text(text)]
-        if not any(text for _, text in texts):
-            wrong.append(f"`{path}` " + ("is empty" if path.is_file() else "holds no text"))
+        if nothing:
+            wrong.append(f"`{path}` " + ("holds no text" if path.is_dir() else "is empty"))
         found += [(file, text) for file, text in texts if text]
+        empty += [file for file, text in texts if not text]
+    if not found and not wrong:
+        wrong.append(_ALL_HELD_OUT)
     if wrong:
         raise ValueError(
             f"data: {_some(wrong)}. Name files of UTF-8 text or `.bin` files of tokens, or folders "
             "of either."
         )
+    _note_empty(empty)
     return [_encoded(tokenizer, *item) for item in found]
+
+
+_ALL_HELD_OUT = "all of it is held out, and nothing is left to train on"
+
+
+def _note_empty(files: Sequence[Path]) -> None:
+    if files:
+        names = _some([f"`{file}`" for file in files], most=3)
+        warnings.warn(f"left out as empty: {names}", stacklevel=3)
 
 
 def _encoded(tokenizer: Tokenizer, path: Path, text: bytes) -> np.ndarray:
@@ -139,14 +158,23 @@ def _encoded(tokenizer: Tokenizer, path: Path, text: bytes) -> np.ndarray:
     return tokens
 
 
-def _files(path: Path) -> Iterator[Path]:
-    """The file itself, or what a folder holds at any depth."""
+def _files(path: Path, seen: set[str]) -> Iterator[Path]:
+    """The file itself, or what a folder holds at any depth; nothing that was seen, by any name."""
+    real = os.path.realpath(path)
+    if real in seen:
+        return
+    seen.add(real)
     if not path.is_dir():
         yield path
     else:
-        for inner in path.iterdir():
+        for inner in sorted(path.iterdir()):
             if not inner.name.startswith("."):
-                yield from _files(inner)
+                yield from _files(inner, seen)
+
+
+def _real(paths: Sequence[Path]) -> set[str]:
+    """The files that some paths name, by the one name that each has without links."""
+    return {os.path.realpath(file) for file in sum(by_kind(paths), [])}
 
 
 def _is_text(data: bytes) -> bool:
@@ -169,46 +197,69 @@ def _some(items: Sequence[str], most: int = 5) -> str:
 
 
 def read(
-    paths: Sequence[Path], tokenizer: Tokenizer | None, *, codes: int, dtype: str | None = None
+    paths: Sequence[Path],
+    tokenizer: Tokenizer | None,
+    *,
+    codes: int,
+    dtype: str | None = None,
+    without: Sequence[Path] = (),
 ) -> list[np.ndarray]:
     """Returns the tokens of each text file, or of each file of tokens, mapped into memory.
 
     Args:
-      paths: Files and folders, of text or of tokens.
+      paths: Files and folders, of text or of tokens. A file is read once, however many names it
+        has, and an empty one in a folder is left out, with a warning.
       tokenizer: Of text; bytes are its tokens where there is none.
       codes, dtype: Of files of tokens, as in `read_tokens`.
+      without: Files and folders that are not read, though they are among the others.
 
     Raises:
       ValueError: Something can't be read, or text and tokens are mixed; all that is wrong at once.
     """
-    flat, text = by_kind(paths)
+    flat, text = by_kind(paths, without)
     if not flat:
-        return read_text(paths, tokenizer or BYTES)
+        return read_text(paths, tokenizer or BYTES, without=without)
     wrong = [mixed(flat, text)] if text else []
+    empty = [path for path in flat if path not in paths and _is_empty(path)]
     streams = []
     for path in flat:
         try:
-            streams.append(read_tokens(path, codes=codes, dtype=dtype))
+            streams += [] if path in empty else [read_tokens(path, codes=codes, dtype=dtype)]
         except ValueError as error:
-            wrong.append(str(error))
+            wrong.append(str(error).removesuffix("."))
+    if not streams and not wrong:
+        wrong.append(f"there is no token: {_some([f'`{path}` is empty' for path in empty])}")
     if wrong:
-        raise ValueError(f"data: {_some(wrong)}")
+        raise ValueError(f"data: {_some(wrong)}.")
+    _note_empty(empty)
     return streams
 
 
-def by_kind(paths: Sequence[Path]) -> tuple[list[Path], list[Path]]:
+def _is_empty(path: Path) -> bool:
+    return path.is_file() and not path.stat().st_size
+
+
+def by_kind(paths: Sequence[Path], without: Sequence[Path] = ()) -> tuple[list[Path], list[Path]]:
     """Returns the files of tokens, by their names, and the others, of files and whole folders.
 
     What does not exist, or can't be listed, is among one of them, for whoever reads it to say so.
     """
     found: list[Path] = []
+    seen = _real(without) if without else set()
     for path in paths:
         try:
-            found += sorted(_files(path))
+            found += list(_files(path, seen))
         except OSError:
             found.append(path)
     flat = [path for path in found if path.suffix.lower() == ".bin"]
     return flat, [path for path in found if path not in set(flat)]
+
+
+def nothing_at(paths: Sequence[Path]) -> list[str]:
+    """Returns in words which paths lead to no file, for whoever misses one of a kind."""
+    missing = [f"`{path}` does not exist" for path in paths if not path.exists()]
+    folders = [path for path in paths if path.is_dir() and by_kind([path]) == ([], [])]
+    return missing + [f"`{path}` holds no file" for path in folders]
 
 
 def mixed(flat: Sequence[Path], text: Sequence[Path]) -> str:
@@ -257,7 +308,7 @@ def as_rows(
       ValueError: There is no token, or less than one row in the files.
     """
     try:
-        if isinstance(documents[0], np.memmap):
+        if any(isinstance(x, np.memmap) for x in documents):
             return TokenRows.of(documents, length, separator)
         if not any(map(len, documents)):
             raise ValueError("there is no token")
