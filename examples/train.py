@@ -68,7 +68,6 @@ def tokenizer_for(config: Config) -> files.Tokenizer | None:
 
 def data_for(config: Config, tokenizer: files.Tokenizer | None) -> tuple[Source, Source]:
     """Returns the rows to train on, and those held out, once it is known that they are enough."""
-
     library = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     named, apart = (list(map(Path, x)) for x in (config.data or library, config.held_out))
     read = partial(

@@ -97,6 +97,49 @@ def test_every_leaf_that_differs_is_named(tmp_path):
     assert "optimizer" not in str(error.value)
 
 
+def cut(path):
+    path.write_bytes(path.read_bytes()[:10])
+
+
+@pytest.mark.parametrize(
+    ("pattern", "damage"),
+    [
+        ("info/metadata", lambda path: path.unlink()),
+        ("info", shutil.rmtree),
+        ("x/_METADATA", lambda path: path.unlink()),
+        ("x/_METADATA", cut),
+        ("x/manifest.ocdbt", cut),
+        ("x/ocdbt.process_0/d/*", cut),
+        ("x/d/*", lambda path: path.unlink()),
+    ],
+    ids=lambda x: x if isinstance(x, str) else "",
+)
+def test_a_damaged_checkpoint_is_named_and_the_whole_one_before_it(tmp_path, pattern, damage):
+    def read(checkpoints):
+        return checkpoints.info()["at"], checkpoints.restore({"x": {"a": SMALL, "b": SMALL}})
+
+    with Checkpoints(tmp_path) as checkpoints:
+        for step in (1, 2):
+            tree = {"a": SMALL + step, "b": SMALL + step}
+            checkpoints.save(step, {"x": tree}, {"at": step})
+    for path in (tmp_path / "2").glob(pattern):
+        damage(path)
+    message = r"of step 2 is damaged, `.*/2` can't be read \(.*\)\. "
+    for read_only in (True, False):
+        with Checkpoints(tmp_path, read_only=read_only) as checkpoints:
+            with pytest.raises(ValueError, match=message + r"That of step 1 can be .*`.*/2` too"):
+                read(checkpoints)
+    shutil.move(tmp_path / "2", tmp_path.parent / f"{tmp_path.name}-2")
+    with Checkpoints(tmp_path) as checkpoints:
+        at, found = read(checkpoints)
+    assert at == 1
+    np.testing.assert_array_equal(found["x"]["b"], SMALL + 1)
+    shutil.rmtree(tmp_path / "1" / "info")
+    with Checkpoints(tmp_path) as checkpoints:
+        with pytest.raises(ValueError, match=r"of step 1 is damaged.*There is none before it"):
+            read(checkpoints)
+
+
 def test_where_there_is_none_it_says_so(tmp_path):
     with Checkpoints(tmp_path / "new") as checkpoints:
         assert checkpoints.latest is None

@@ -174,7 +174,7 @@ def _files(path: Path, seen: set[str]) -> Iterator[Path]:
 
 def _real(paths: Sequence[Path]) -> set[str]:
     """The files that some paths name, by the one name that each has without links."""
-    return {os.path.realpath(file) for file in sum(by_kind(paths), [])}
+    return {os.path.realpath(file) for kind in by_kind(paths) for file in kind}
 
 
 def _is_text(data: bytes) -> bool:
