@@ -83,11 +83,13 @@ class Config:
     temperature: float = 0.3
 
 
-# What may be another when a run goes on. Its data is known by the tokens, wherever they lie.
+# What may be another when a run goes on. Its data, what is held out and its tokenizer are known by
+# their contents, wherever they lie.
 FREE = (
     *("dp", "cp", "tp", "layout", "pp", "schedule", "microbatches", "executor"),
     *("coordinator", "processes", "process"),
-    *("run", "resume", "save_every", "prompt", "temperature", "data"),
+    *("run", "resume", "save_every", "prompt", "temperature", "explain", "held_out_rows"),
+    *("data", "held_out", "tokenizer"),
 )
 
 

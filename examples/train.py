@@ -262,9 +262,12 @@ def watched(
 # ---- what a run goes on from ---------------------------------------------------------------------
 
 
-def info_of(config: Config, rows: Source) -> dict:
+def info_of(config: Config, rows: Source, held_out: Source | None = None) -> dict:
     """Returns what is saved with a state, and tells whether another run may go on from it."""
     made = {"config": dataclasses.asdict(config), "data": files.fingerprint(rows)}
+    if held_out is not None:
+        made["held_out"] = files.fingerprint(held_out)
+    made["tokenizer"] = files.fingerprint_of_tokenizer(config.tokenizer)
     return {**made, "tokens": bool(kinds(config)[0])}
 
 
@@ -281,24 +284,28 @@ def saved_of(config: Config) -> tuple[str, dict] | None:
     return f"the run in `{folder}`", described
 
 
-def refuse_another(where: str, saved: dict, config: Config, data: str | None = None) -> None:
+def refuse_another(where: str, saved: dict, config: Config, now: dict | None = None) -> None:
     """Raises one error that lists all that a saved run has otherwise, before anything else is said.
 
     Args:
       where: What it was saved as, in words.
-      saved: Its config, and the fingerprint of its data, as `info_of` makes them.
+      saved: What `info_of` made then.
       config: That of now.
-      data: The fingerprint of now; None reads the data for it, if the config differs.
+      now: What it makes now; None reads the data for it, if the config differs or if there is none.
     """
-    wrong = run.differences(saved["config"], dataclasses.asdict(config), FREE)
-    if wrong and data is None and "data" in saved:
-        try:  # as the saved run would have read it: rows of its length, tokens of its tokenizer
-            before = dataclasses.replace(known_of(saved["config"]), data=config.data)
-            data = files.fingerprint(data_for(before, tokenizer_for(before))[0])
+    then = known_of(saved["config"])
+    wrong = run.differences(dataclasses.asdict(then), dataclasses.asdict(config), FREE)
+    wrong += another_tokenizer(saved, then, config)
+    if wrong and now is None and "data" in saved:
+        # As the saved run would have read it: rows of its length, tokens of its tokenizer.
+        before = dataclasses.replace(then, data=config.data, held_out=config.held_out)
+        if not another_tokenizer(saved, then, config):
+            before = dataclasses.replace(before, tokenizer=config.tokenizer)
+        try:
+            now = info_of(before, *data_for(before, tokenizer_for(before)))
         except (KeyError, OSError, TypeError, ValueError) as error:
-            wrong.append(f"the data was {saved['data']}, and what is named now is none: {error}")
-    if data not in (None, saved.get("data", data)):
-        wrong.append(f"the data was {saved['data']} and is {data} now")
+            wrong.append(no_data(saved, before, error))
+    wrong += other_data(saved, then, config, now or {})
     if wrong:
         raise ValueError(
             f"{where} is of another config: {'; '.join(wrong)}. Go on with the old one, or begin a "
@@ -306,10 +313,62 @@ def refuse_another(where: str, saved: dict, config: Config, data: str | None = N
         )
 
 
-def restored(checkpoints: Checkpoints, state: dict, config: Config, data: str) -> dict:
+def other_data(saved: dict, then: Config, config: Config, now: dict) -> list[str]:
+    """Returns in words what differs in the data, and in what is held out of it."""
+    differs = lambda name: name in now and now[name] != saved.get(name, now[name])
+    words = lambda name, what: [f"the {what} was {saved[name]} and is {now[name]} now"]
+    wrong = words("data", "data") if differs("data") else []
+    # What is held out of other data by default is other data, too.
+    if differs("held_out") and (not wrong or config.held_out):
+        wrong += words("held_out", "data held out")
+    if now and "held_out" not in saved and then.held_out != config.held_out:
+        wrong += run.differences({"held_out": then.held_out}, {"held_out": config.held_out})
+    return wrong
+
+
+def no_data(saved: dict, config: Config, error: Exception) -> str:
+    """Returns in words that what is named as data can't be that of a saved run."""
+    try:
+        tokenizer, named = tokenizer_for(config), list(map(Path, config.data))
+        read = partial(files.read, codes=config.model.codes, dtype=config.token_dtype)
+        found = f"{sum(map(len, read(named, tokenizer))):,} tokens, too few"
+    except (OSError, TypeError, ValueError):
+        found = "none"
+    reason = str(error).removesuffix(".")
+    return f"the data was {saved['data']}, and what is named now is {found}: {reason}"
+
+
+def data_of(config: Config, tokenizer: files.Tokenizer | None, saved: tuple[str, dict] | None):
+    """Returns what `data_for` does; what is no data of a run that goes on is told so."""
+    try:
+        return data_for(config, tokenizer)
+    except (OSError, ValueError) as error:
+        if saved is None or "data" not in saved[1]:
+            raise
+        where, info = saved
+        words = no_data(info, config, error)
+        raise ValueError(
+            f"{where} is of other data: {words}. Name that which it was (`--data`), or begin a new "
+            "run."
+        ) from None
+
+
+def another_tokenizer(saved: dict, then: Config, now: Config) -> list[str]:
+    """Returns in words that the tokenizer of now is another, by what is in its file."""
+    before, after = (files.fingerprint_of_tokenizer(c.tokenizer) for c in (then, now))
+    if then.tokenizer == now.tokenizer and "tokenizer" not in saved:
+        return []  # of runs that did not note it, the name tells
+    before = saved.get("tokenizer", before)
+    if before == after is not None:
+        return []
+    words = run.differences({"tokenizer": then.tokenizer}, {"tokenizer": now.tokenizer})
+    return words or [f"the tokenizer was {before} and is {after or 'no file'} now"]
+
+
+def restored(checkpoints: Checkpoints, state: dict, config: Config, info: dict) -> dict:
     """Returns the newest checkpoint, once it is known to be of this config and this data."""
     where = f"the checkpoint in `{checkpoints.folder}`"
-    refuse_another(where, checkpoints.info(), config, data)
+    refuse_another(where, checkpoints.info(), config, info)
     return checkpoints.restore(state)
 
 
@@ -342,7 +401,7 @@ def fit(
         state, before = first_state(config, mesh), checkpoints.latest or 0
         if before:
             at_rest = pipelined.at_rest(state, schedule)
-            state = restored(checkpoints, at_rest, config, info["data"])
+            state = restored(checkpoints, at_rest, config, info)
             state = pipelined.in_ranks(state, schedule)
         costs = forecast(config, mesh)
         steps, done = training(config, mesh, rows, state, before), before
@@ -358,12 +417,11 @@ def fit(
     return pipelined.at_rest(state, schedule), done
 
 
-def begin(config: Config, data: str) -> Path:
+def begin(config: Config, info: dict) -> Path:
     """Returns the run's folder, which the first process makes."""
     folder = Path(config.run or ".")
     if not jax.process_index():
-        about = dataclasses.asdict(config)
-        folder = run.begin(config.run, about, data=data, resume=config.resume)
+        folder = run.begin(config.run, info["config"], more=info, resume=config.resume)
     several.wait()
     return folder
 
@@ -376,10 +434,10 @@ def main(config: Config) -> None:
     check(config)
     mesh = mesh_for(config)
     tokenizer = tokenizer_for(config)
-    rows, held_out = data_for(config, tokenizer)
-    info = info_of(config, rows)
+    rows, held_out = data_of(config, tokenizer, saved)
+    info = info_of(config, rows, held_out)
     if saved:
-        refuse_another(*saved, config, info["data"])
+        refuse_another(*saved, config, info)
     layout = " × ".join(f"{axis}={size}" for axis, size in mesh.shape.items())
     platform = mesh.devices.flat[0].platform
     size, read = sum(block.size for block in rows.blocks), ""
@@ -388,7 +446,7 @@ def main(config: Config) -> None:
         read = f"{left}, read as {rows.blocks[0].dtype}"
     print(f"{size:,} tokens in {count(rows):,} rows{read}; {platform} devices: {layout}")
 
-    folder = begin(config, info["data"])
+    folder = begin(config, info)
     print(f"the run is in {folder}")
     with run.stopping() as stop:
         state, done = fit(config, mesh, rows, folder, stop, info)

@@ -126,18 +126,18 @@ def test_a_damaged_checkpoint_is_named_and_the_whole_one_before_it(tmp_path, pat
         damage(path)
     message = r"of step 2 is damaged, `.*/2` can't be read \(.*\)\. "
     for read_only in (True, False):
-        with Checkpoints(tmp_path, read_only=read_only) as checkpoints:
-            with pytest.raises(ValueError, match=message + r"That of step 1 can be .*`.*/2` too"):
-                read(checkpoints)
+        found = pytest.raises(ValueError, match=message + r"That of step 1 can be .*`.*/2` too")
+        with Checkpoints(tmp_path, read_only=read_only) as checkpoints, found:
+            read(checkpoints)
     shutil.move(tmp_path / "2", tmp_path.parent / f"{tmp_path.name}-2")
     with Checkpoints(tmp_path) as checkpoints:
         at, found = read(checkpoints)
     assert at == 1
     np.testing.assert_array_equal(found["x"]["b"], SMALL + 1)
     shutil.rmtree(tmp_path / "1" / "info")
-    with Checkpoints(tmp_path) as checkpoints:
-        with pytest.raises(ValueError, match=r"of step 1 is damaged.*There is none before it"):
-            read(checkpoints)
+    found = pytest.raises(ValueError, match=r"of step 1 is damaged.*There is none before it")
+    with Checkpoints(tmp_path) as checkpoints, found:
+        read(checkpoints)
 
 
 def test_where_there_is_none_it_says_so(tmp_path):

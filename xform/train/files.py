@@ -80,6 +80,16 @@ def _hugging_face(path: Path) -> Tokenizer:
     return Tokenizer(codes, to_tokens, lambda tokens: loaded.decode(list(map(int, tokens))))
 
 
+def fingerprint_of_tokenizer(path: Path | str | None) -> str | None:
+    """Returns a short text that tells a tokenizer from others; None if its file can't be read."""
+    if path is None:
+        return "bytes"
+    try:
+        return f"crc32 {zlib.crc32(Path(path).read_bytes()):08x}"
+    except OSError:
+        return None
+
+
 def encode_prompt(tokenizer: Tokenizer, prompt: str) -> np.ndarray:
     """Returns the tokens of a prompt.
 
