@@ -262,13 +262,19 @@ def watched(
 # ---- what a run goes on from ---------------------------------------------------------------------
 
 
-def info_of(config: Config, rows: Source, held_out: Source | None = None) -> dict:
+def info_of(
+    config: Config,
+    rows: Source,
+    held_out: Source | None = None,
+    tokenizer: files.Tokenizer | None = None,
+) -> dict:
     """Returns what is saved with a state, and tells whether another run may go on from it."""
     made = {"config": dataclasses.asdict(config), "data": files.fingerprint(rows)}
     if held_out is not None:
         made["held_out"] = files.fingerprint(held_out)
     made["tokenizer"] = files.fingerprint_of_tokenizer(config.tokenizer)
-    return {**made, "tokens": bool(kinds(config)[0])}
+    codes = tokenizer.codes if tokenizer else None
+    return {**made, "tokens": bool(kinds(config)[0]), "codes": codes}
 
 
 def saved_of(config: Config) -> tuple[str, dict] | None:
@@ -435,7 +441,7 @@ def main(config: Config) -> None:
     mesh = mesh_for(config)
     tokenizer = tokenizer_for(config)
     rows, held_out = data_of(config, tokenizer, saved)
-    info = info_of(config, rows, held_out)
+    info = info_of(config, rows, held_out, tokenizer)
     if saved:
         refuse_another(*saved, config, info)
     layout = " × ".join(f"{axis}={size}" for axis, size in mesh.shape.items())

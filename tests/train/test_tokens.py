@@ -78,13 +78,13 @@ SHORT = TOKENS[:-1]
         (llm_c([]), None, r"is empty: it holds 1024 bytes and no token"),
         (TOKENS.astype("<u2").tobytes()[:-1], None, r"8001 bytes, .* multiple of the 2 of"),
         (SHORT.astype("<u4").tobytes()[:-2], "uint32", r"15998 bytes, .* multiple of the 4 of"),
-        (SHORT.astype("<u4").tobytes(), None, r"looks like uint32.*Say so: dtype uint32"),
-        (SHORT.astype("<i8").tobytes(), None, r"looks like int64, and is read as uint16.*'<u4'"),
-        (SHORT.astype("<i8").tobytes(), "uint32", r"looks like int64, and is read as uint32"),
+        (SHORT.astype("<u4").tobytes(), None, r"looks like uint32.*Say so: `--token-dtype uint32`"),
+        (SHORT.astype("<i8").tobytes(), None, r"looks like int64: .*'<u4'.*`--token-dtype uint16`"),
         (SHORT.astype("<u2").tobytes(), "uint32", r"Read as uint16, they would all be inside"),
         (SHORT.astype(">u2").tobytes(), None, r"Read as uint16 in big-endian order"),
         (outside(3210, 1000), None, r"1000 at place 3,210, read as uint16, .* ends at 999"),
-        (llm_c(TOKENS, count=5000), None, r"header promises 5000 tokens, there are 4001"),
+        (llm_c(TOKENS, count=5000), None, r"is cut off: .* promises 5000 tokens, there are 4001"),
+        (llm_c(TOKENS, count=40), None, r"longer than .* promises 40 tokens, there are 4001"),
         (llm_c(TOKENS), "uint32", r"says in its header that it is uint16, asked is uint32"),
         (b"\x93NUMPY\x01\x00v\x00", None, r"is a NumPy file.*astype\('<u2'\)\.tofile"),
         (b"\x93NUMPY\x01\x00v\x00", "uint16", r"is a NumPy file.*astype\('<u2'\)\.tofile"),
@@ -100,9 +100,12 @@ def test_every_other_file_is_refused(write, data, dtype, message):
         read_tokens(write(data), codes=1000, dtype=dtype)
 
 
-def test_a_dtype_that_is_said_is_believed(write):
-    tokens = np.array([5, 0] * 500)
-    read = read_tokens(write(tokens.astype("<u2").tobytes()), codes=1000, dtype="uint16")
+@pytest.mark.parametrize("dtype", ["uint16", "uint32"])
+@pytest.mark.parametrize("zeros", [1, 3])
+def test_a_dtype_that_is_said_is_believed(write, dtype, zeros):
+    """Though most numbers are 0."""
+    tokens = np.array(([5] + [0] * zeros) * 500)
+    read = read_tokens(write(tokens.astype(dtype).tobytes()), codes=1000, dtype=dtype)
     np.testing.assert_array_equal(read, tokens)
 
 
@@ -153,29 +156,50 @@ def test_tokens_of_any_vocabulary_look_like_tokens(write, codes, kind, highest, 
     np.testing.assert_array_equal(read_tokens(write(tokens.tobytes()), codes=codes), tokens)
 
 
+SURE = [
+    (TEXT, r"looks like text"),
+    (FLOATS.astype("<f4").tobytes(), r"looks like float32"),
+    (some_tokens(20_000, "<f4").tobytes(), r"looks like float32"),
+    (FLOATS.astype("<f8").tobytes(), r"looks like float64"),
+    (np.abs(np.round(8 * FLOATS)).astype("<f8").tobytes(), r"looks like (float64|int64|uint32)"),
+    (some_tokens(50_000, ">u4").tobytes(), r"looks like uint32 in big-endian.*'>u4'"),
+    ((some_tokens(50_000, "<i4") - 1).tobytes(), r"looks like int32 with negative numbers"),
+]
+MAYBE = [
+    (some_tokens(256, "u1", 60_000).tobytes(), r"looks like uint8, .*'u1'"),
+    (FLOATS.astype("<f2").tobytes(), r"looks like float16"),
+    (np.maximum(FLOATS, 0).astype("<f2").tobytes(), r"looks like float16"),
+    (np.asarray(FLOATS, jnp.bfloat16).tobytes(), r"looks like bfloat16"),
+    (some_tokens(50_000, ">u2").tobytes(), r"looks like uint16 in big-endian.*'>u2'"),
+    (RNG.integers(1024, 25_000, 4000).astype("<u2").tobytes(), r"looks like float16"),
+    ((RNG.integers(800, size=8000) * 64).astype("<u2").tobytes(), r"looks like uint16 in big-en"),
+]
+
+
 @pytest.mark.parametrize(
-    ("data", "message"),
-    [
-        (some_tokens(256, "u1", 60_000).tobytes(), r"looks like uint8, .*'u1'"),
-        (TEXT, r"looks like text"),
-        (FLOATS.astype("<f2").tobytes(), r"looks like float16"),
-        (np.maximum(FLOATS, 0).astype("<f2").tobytes(), r"looks like float16"),
-        (np.asarray(FLOATS, jnp.bfloat16).tobytes(), r"looks like bfloat16"),
-        (FLOATS.astype("<f4").tobytes(), r"looks like float32"),
-        (some_tokens(20_000, "<f4").tobytes(), r"looks like float32"),
-        (FLOATS.astype("<f8").tobytes(), r"looks like float64"),
-        (some_tokens(50_000, ">u2").tobytes(), r"looks like uint16 in big-endian.*'>u2'"),
-        (some_tokens(50_000, ">u4").tobytes(), r"looks like uint32 in big-endian.*'>u4'"),
-        ((some_tokens(50_000, "<i4") - 1).tobytes(), r"looks like int32 with negative numbers"),
-    ],
+    ("data", "message", "sure"),
+    [*((*x, True) for x in SURE), *((*x, False) for x in MAYBE)],
     ids=lambda x: None if isinstance(x, str) else "",
-)  # fmt: skip
-def test_what_looks_otherwise_is_refused_unless_the_dtype_is_said(write, data, message):
-    """All of these numbers are inside of a vocabulary of 65,536."""
+)
+def test_what_looks_otherwise_is_told_unless_the_dtype_is_said(write, data, message, sure):
+    """All of these numbers are inside of a vocabulary of 65,536; what may be tokens is read."""
     path = write(data)
-    with pytest.raises(ValueError, match=message + r".*read as uint16; if that is right, say so"):
-        read_tokens(path, codes=65_536)
+    message += r".*read as uint16; if that is right, say so \(`--token-dtype"
+    said = pytest.raises(ValueError, match=message) if sure else pytest.warns(match=message)
+    with said:
+        assert len(read_tokens(path, codes=65_536)) == len(data) // 2
     assert len(read_tokens(path, codes=65_536, dtype="uint16")) == len(data) // 2
+
+
+@pytest.mark.filterwarnings("ignore:.*looks like:UserWarning")
+@pytest.mark.parametrize("least", [0, 1024, 8192, 14_000, 15_000, 16_200, 17_000, 30_000, 48_000])
+@pytest.mark.parametrize("size", [50, 300, 2000, 8192])
+@pytest.mark.parametrize("step", [1, 64])
+def test_tokens_of_any_range_are_accepted(write, least, size, step):
+    """Codes of images and sounds are alike frequent, and may begin anywhere."""
+    tokens = least + RNG.integers(-(-size // step), size=9000) * step
+    read = read_tokens(write(tokens.astype("<u2").tobytes()), codes=65_536)
+    np.testing.assert_array_equal(read, tokens)
 
 
 def test_a_vocabulary_that_needs_it_makes_uint32_of_a_flat_file(write):
