@@ -214,7 +214,7 @@ def read(
     dtype: str | None = None,
     without: Sequence[Path] = (),
 ) -> list[np.ndarray]:
-    """Returns the tokens of each text file, or of each file of tokens, mapped into memory.
+    """Returns the tokens of each text file, or those of each file of tokens.
 
     Args:
       paths: Files and folders, of text or of tokens. A file is read once, however many names it
@@ -284,41 +284,46 @@ def mixed(flat: Sequence[Path], text: Sequence[Path]) -> str:
 def hold_out(documents: Sequence[np.ndarray]) -> tuple[list[np.ndarray], list[np.ndarray]]:
     """Returns documents to train on and to validate on: every twentieth, from the first.
 
-    Where there are fewer than twenty, it is the last twentieth of each. Mapped files are one
-    stream, whatever it was cut into, and the last twentieth of all its tokens is held out.
+    Where there are fewer than twenty, it is the last twentieth of each. Files of tokens are
+    one stream, whatever it was cut into, and the last twentieth of all its tokens is held out.
 
     >>> train, held_out = hold_out([np.arange(40)])
     >>> held_out
     [array([38, 39])]
     """
-    mapped = any(isinstance(x, np.memmap) for x in documents)
-    if len(documents) >= 20 and not mapped:
+    stream = _are_tokens(documents)
+    if len(documents) >= 20 and not stream:
         return [x for i, x in enumerate(documents) if i % 20], list(documents[::20])
     sizes = np.array([len(x) for x in documents])
     cuts = sizes - sizes // 20
-    if mapped:
+    if stream:
         left = sizes.sum() - sizes.sum() // 20
         cuts = np.clip(left - (np.cumsum(sizes) - sizes), 0, sizes)
     pairs = list(zip(documents, cuts, strict=True))
     return [x[:cut] for x, cut in pairs], [x[cut:] for x, cut in pairs]
 
 
+def _are_tokens(documents: Sequence[np.ndarray]) -> bool:
+    """Whether they are of files of tokens, which have no sign, and not of text."""
+    return all(x.dtype.kind == "u" for x in documents)
+
+
 def as_rows(
     documents: Sequence[np.ndarray], length: int, separator: int | None = None, name: str = ""
 ) -> Source:
-    """Returns rows of `length` tokens: packed documents, or those of mapped files.
+    """Returns rows of `length` tokens: packed documents, or those of files of tokens.
 
     Args:
       documents: Their tokens.
       length: Tokens in a row.
-      separator: The token that ends a document of a mapped file, see `TokenRows`.
+      separator: The token that ends a document of a file of tokens, see `TokenRows`.
       name: What the data is, for the error.
 
     Raises:
       ValueError: There is no token, or less than one row in the files.
     """
     try:
-        if any(isinstance(x, np.memmap) for x in documents):
+        if _are_tokens(documents):
             return TokenRows.of(documents, length, separator)
         if not any(map(len, documents)):
             raise ValueError("there is no token")

@@ -21,6 +21,8 @@ from xform.train.data import NO_LABEL, Rows
 _MAGIC = {20240520: "uint16", 20240801: "uint32"}
 _HEADER = 256 * 4
 _CHUNK = 1 << 22
+_SMALL = 1 << 20
+"""Bytes of a file up to which it is read, and not mapped into memory."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,7 +110,7 @@ class TokenRows:
 
 
 def read_tokens(path: Path, *, codes: int, dtype: str | None = None) -> np.ndarray:
-    """Returns the tokens of a file, mapped into memory; all of them are checked.
+    """Returns the tokens of a file, mapped into memory if it is long; all of them are checked.
 
     Args:
       path: A flat little-endian file, with llm.c's header or none.
@@ -149,7 +151,13 @@ def read_tokens(path: Path, *, codes: int, dtype: str | None = None) -> np.ndarr
         raise ValueError(
             f"`{path}` is {how}: its header promises {count} tokens, there are {there}"
         )
-    tokens = np.memmap(path, np.dtype(dtype).newbyteorder("<"), "r", offset)
+    flat = np.dtype(dtype).newbyteorder("<")
+    # Each mapped file stays open, and a system allows some hundreds of those.
+    tokens = (
+        np.memmap(path, flat, "r", offset)
+        if body > _SMALL
+        else np.fromfile(path, flat, offset=offset)
+    )
     highest = _check_range(path, tokens, codes)
     if not guessed:
         return tokens
