@@ -149,7 +149,7 @@ class Checkpoints:
         except _NOT_DAMAGED:
             raise
         except Exception as error:  # orbax, tensorstore and JSON have no type for it in common
-            reason = f"{type(error).__name__}: {error}".partition("\n")[0]
+            reason = f"{type(error).__name__}: {error}".partition("\n")[0].rstrip(".")
         older = [x for x in self._manager.all_steps() if x < step]
         path = self.folder / str(step)
         with _quiet():
