@@ -70,9 +70,10 @@ def check(config: Config, codes: int | None = None) -> None:
 
 def choose(logits_BC, key, *, temperature: float, top_k: int | None, top_p: float | None):
     """Returns one token [B] of each row, drawn among those that `top_k` and `top_p` leave."""
-    if temperature == 0:
+    if temperature < jnp.finfo(jnp.float32).smallest_normal:  # which may be flushed to 0
         return jnp.argmax(logits_BC, axis=-1)
-    logits_BC = logits_BC / temperature
+    # Below the highest, which becomes 0: none gets too large to be a number.
+    logits_BC = (logits_BC - jnp.max(logits_BC, axis=-1, keepdims=True)) / temperature
     best_BC = -jnp.sort(-logits_BC, axis=-1)
     if top_k is not None:
         least_B1 = best_BC[:, min(top_k, best_BC.shape[-1]) - 1, None]
@@ -142,6 +143,17 @@ def trained(folder: Path) -> tuple[dict, dict]:
     return params, {**info, "model": model}
 
 
+def codes_of(info: dict) -> int:
+    """Returns how many tokens the tokenizer had that a run was trained on; 0 if nobody knows."""
+    if "codes" in info:
+        return info["codes"] or 0
+    try:  # of runs that did not note it
+        path, tokens = info["config"]["tokenizer"], info.get("tokens", True)
+        return 0 if tokens and not path else files.load_tokenizer(path, info["model"].codes).codes
+    except ValueError:
+        return 0
+
+
 def main(config: Config) -> None:
     """Prints texts."""
     check(config)
@@ -154,6 +166,11 @@ def main(config: Config) -> None:
     if path is None and info.get("tokens", named):
         raise ValueError("the run was trained on tokens: name the tokenizer that made them.")
     tokenizer = files.load_tokenizer(path, model.codes)
+    if tokenizer.codes < (codes := codes_of(info)):
+        raise ValueError(
+            f"the run was trained on a tokenizer of {codes} tokens, and `{path}` has "
+            f"{tokenizer.codes}: name that which made its data (`--tokenizer`)."
+        )
     prompt = files.encode_prompt(tokenizer, config.prompt)
     if len(prompt) > (length := trained_as.get("length", len(prompt))):
         print(

@@ -36,7 +36,8 @@ class Config:
     data: tuple[str, ...] = ()
     """Text files, or `.bin` files of tokens, or folders of either; by default, Python's library."""
     held_out: tuple[str, ...] = ()
-    """What to validate on, in the same forms; by default, a twentieth of the data."""
+    """What to validate on, in the same forms, and not to train on, though it be among the data; by
+    default, a twentieth of that."""
     held_out_rows: int = 1024
     """How many rows of it are used, at most."""
     tokenizer: str | None = None
@@ -60,7 +61,7 @@ class Config:
     cp: int | None = None
     """Devices along the context axis, which share each row; by default the mesh has none."""
     tp: int | None = None
-    """Devices along the tensor axis; by default 2 where it divides devices and vocabulary."""
+    """Devices along the tensor axis; by default 2 where it divides devices and model."""
     layout: Layout = parallel.PLAIN
     coordinator: str | None = None
     """Where process 0 waits for the others, as `host:port`; `auto` where a cluster says so."""
@@ -82,11 +83,13 @@ class Config:
     temperature: float = 0.3
 
 
-# What may be another when a run goes on. Its data is known by the tokens, wherever they lie.
+# What may be another when a run goes on. Its data, what is held out and its tokenizer are known by
+# their contents, wherever they lie.
 FREE = (
     *("dp", "cp", "tp", "layout", "pp", "schedule", "microbatches", "executor"),
     *("coordinator", "processes", "process"),
-    *("run", "resume", "save_every", "prompt", "temperature", "data"),
+    *("run", "resume", "save_every", "prompt", "temperature", "explain", "held_out_rows"),
+    *("data", "held_out", "tokenizer"),
 )
 
 
@@ -152,7 +155,9 @@ def check(config: Config) -> None:
     if flat and text:
         wrong.append(files.mixed(flat, text))
     if not flat and (config.separator, config.token_dtype) != (None, None):
-        wrong.append("separator and token_dtype are of `.bin` files, and there is none")
+        named = list(map(Path, (*config.data, *config.held_out)))
+        why = "".join(f"; {words}" for words in files.nothing_at(named))
+        wrong.append(f"separator and token_dtype are of `.bin` files, and there is none{why}")
     if wrong:
         raise ValueError(f"config: {'; '.join(wrong)}.")
 

@@ -23,7 +23,6 @@ import contextlib
 import dataclasses
 import math
 import sys
-import sysconfig
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -41,7 +40,9 @@ import llama
 import parallel
 import pipelined
 import several
-from settings import FREE, Config, check, kinds, known_of, wrong_processes
+from reading import data_for as data_for
+from reading import data_of, info_of, refuse_another, saved_of, tokenizer_for
+from settings import Config, check, known_of, wrong_processes
 from texts import complaint as complaint
 from texts import sample as sample
 from texts import show
@@ -52,40 +53,9 @@ from xform.train import files, run
 from xform.train.checkpoint import Checkpoints
 from xform.train.data import NO_LABEL, Rows, Source, batch, count
 from xform.train.metrics import Metrics
+from xform.train.tokens import TokenRows
 
-# ---- data and devices ----------------------------------------------------------------------------
-
-
-def tokenizer_for(config: Config) -> files.Tokenizer | None:
-    """Returns the tokenizer of texts; None where the data are tokens, and nobody knows of what."""
-    if config.tokenizer is None and kinds(config)[0]:
-        return None
-    tokenizer = files.load_tokenizer(config.tokenizer, config.model.codes)
-    files.encode_prompt(tokenizer, config.prompt)
-    return tokenizer
-
-
-def data_for(config: Config, tokenizer: files.Tokenizer | None) -> tuple[Source, Source]:
-    """Returns the rows to train on, and those held out, once it is known that they are enough."""
-
-    def read(names) -> list[np.ndarray]:
-        codes, dtype = config.model.codes, config.token_dtype
-        return files.read(list(map(Path, names)), tokenizer, codes=codes, dtype=dtype)
-
-    library = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
-    documents = read(config.data or library)
-    parts = (documents, read(config.held_out)) if config.held_out else files.hold_out(documents)
-    rows, held_out = (
-        files.as_rows(part, config.length, config.separator, name)
-        for part, name in zip(parts, ("to train on", "held out"), strict=True)
-    )
-    batch(rows, 0, size=config.batch, seed=config.seed)
-    first = held_out.take(np.arange(min(count(held_out), config.held_out_rows)))
-    if (first.labels == NO_LABEL).all():
-        raise ValueError(
-            "there is no token to predict in the data held out: give more (--held-out)"
-        )
-    return rows, held_out
+# ---- devices -------------------------------------------------------------------------------------
 
 
 def schedule_for(config: Config) -> Schedule | None:
@@ -98,7 +68,8 @@ def schedule_for(config: Config) -> Schedule | None:
 def mesh_for(config: Config) -> Mesh:
     """Returns the mesh of all devices, once it is known that model and batch divide over it."""
     count, schedule = jax.device_count() // (config.pp or 1), schedule_for(config)
-    tp = config.tp or math.gcd(2, count, config.model.codes)
+    m = config.model
+    tp = config.tp or math.gcd(2, count, m.codes, m.heads, m.kv_heads, m.hidden)
     dp = config.dp or max(1, count // (tp * (config.cp or 1)))
     mesh = make_mesh(dp=dp, pp=config.pp, cp=config.cp, tp=tp)
     pipelined.check(config.layout, config.model, mesh, config.batch, config.length, schedule)
@@ -258,57 +229,10 @@ def watched(
             last = time.perf_counter()
 
 
-# ---- what a run goes on from ---------------------------------------------------------------------
-
-
-def info_of(config: Config, rows: Source) -> dict:
-    """Returns what is saved with a state, and tells whether another run may go on from it."""
-    made = {"config": dataclasses.asdict(config), "data": files.fingerprint(rows)}
-    return {**made, "tokens": bool(kinds(config)[0])}
-
-
-def saved_of(config: Config) -> tuple[str, dict] | None:
-    """Returns where a run that goes on was described, and how; None for one that begins."""
-    if not config.resume:
-        return None
-    folder = Path(config.run or run.newest_run())
-    described = run.read_run(folder)
-    if (folder / "checkpoints").is_dir():
-        with Checkpoints(folder / "checkpoints", read_only=True) as checkpoints:
-            if checkpoints.latest is not None:
-                return f"the checkpoint in `{checkpoints.folder}`", checkpoints.info()
-    return f"the run in `{folder}`", described
-
-
-def refuse_another(where: str, saved: dict, config: Config, data: str | None = None) -> None:
-    """Raises one error that lists all that a saved run has otherwise, before anything else is said.
-
-    Args:
-      where: What it was saved as, in words.
-      saved: Its config, and the fingerprint of its data, as `info_of` makes them.
-      config: That of now.
-      data: The fingerprint of now; None reads the data for it, if the config differs.
-    """
-    wrong = run.differences(saved["config"], dataclasses.asdict(config), FREE)
-    if wrong and data is None and "data" in saved:
-        try:  # as the saved run would have read it: rows of its length, tokens of its tokenizer
-            before = dataclasses.replace(known_of(saved["config"]), data=config.data)
-            data = files.fingerprint(data_for(before, tokenizer_for(before))[0])
-        except (KeyError, OSError, TypeError, ValueError) as error:
-            wrong.append(f"the data was {saved['data']}, and what is named now is none: {error}")
-    if data not in (None, saved.get("data", data)):
-        wrong.append(f"the data was {saved['data']} and is {data} now")
-    if wrong:
-        raise ValueError(
-            f"{where} is of another config: {'; '.join(wrong)}. Go on with the old one, or begin a "
-            "new run."
-        )
-
-
-def restored(checkpoints: Checkpoints, state: dict, config: Config, data: str) -> dict:
+def restored(checkpoints: Checkpoints, state: dict, config: Config, info: dict) -> dict:
     """Returns the newest checkpoint, once it is known to be of this config and this data."""
     where = f"the checkpoint in `{checkpoints.folder}`"
-    refuse_another(where, checkpoints.info(), config, data)
+    refuse_another(where, checkpoints.info(), config, info)
     return checkpoints.restore(state)
 
 
@@ -341,7 +265,7 @@ def fit(
         state, before = first_state(config, mesh), checkpoints.latest or 0
         if before:
             at_rest = pipelined.at_rest(state, schedule)
-            state = restored(checkpoints, at_rest, config, info["data"])
+            state = restored(checkpoints, at_rest, config, info)
             state = pipelined.in_ranks(state, schedule)
         costs = forecast(config, mesh)
         steps, done = training(config, mesh, rows, state, before), before
@@ -357,12 +281,11 @@ def fit(
     return pipelined.at_rest(state, schedule), done
 
 
-def begin(config: Config, data: str) -> Path:
+def begin(config: Config, info: dict) -> Path:
     """Returns the run's folder, which the first process makes."""
     folder = Path(config.run or ".")
     if not jax.process_index():
-        about = dataclasses.asdict(config)
-        folder = run.begin(config.run, about, data=data, resume=config.resume)
+        folder = run.begin(config.run, info["config"], more=info, resume=config.resume)
     several.wait()
     return folder
 
@@ -375,17 +298,19 @@ def main(config: Config) -> None:
     check(config)
     mesh = mesh_for(config)
     tokenizer = tokenizer_for(config)
-    rows, held_out = data_for(config, tokenizer)
-    info = info_of(config, rows)
+    rows, held_out = data_of(config, tokenizer, saved)
+    info = info_of(config, rows, held_out, tokenizer)
     if saved:
-        refuse_another(*saved, config, info["data"])
+        refuse_another(*saved, config, info)
     layout = " × ".join(f"{axis}={size}" for axis, size in mesh.shape.items())
     platform = mesh.devices.flat[0].platform
-    read = f", read as {rows.blocks[0].dtype}" if info["tokens"] else ""
-    size = sum(block.size for block in rows.blocks)
+    size, read = sum(block.size for block in rows.blocks), ""
+    if isinstance(rows, TokenRows):
+        left = f" ({rows.left:,} more fill no row)" if rows.left else ""
+        read = f"{left}, read as {rows.blocks[0].dtype}"
     print(f"{size:,} tokens in {count(rows):,} rows{read}; {platform} devices: {layout}")
 
-    folder = begin(config, info["data"])
+    folder = begin(config, info)
     print(f"the run is in {folder}")
     with run.stopping() as stop:
         state, done = fit(config, mesh, rows, folder, stop, info)

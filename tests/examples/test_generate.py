@@ -77,7 +77,9 @@ def test_only_what_top_k_and_top_p_leave_is_drawn():
     assert drawn(p, top_k=3, top_p=0.7) == {1, 3}, "shares of what top_k leaves"
     assert drawn(p, top_p=1.0) == {0, 1, 2, 3, 4}
     assert drawn(p, temperature=0.0) == {1}
-    assert drawn(p, temperature=0.02) == {1}
+    for temperature in (0.02, 1e-37, 1e-39, 5e-324):
+        assert drawn(p, temperature=temperature) == {1}
+        assert drawn(p * 1e30, temperature=temperature, top_k=3, top_p=0.9) == {1}
 
 
 def test_a_checkpoint_is_asked(tmp_path, capsys):
@@ -87,7 +89,7 @@ def test_a_checkpoint_is_asked(tmp_path, capsys):
     config = {"model": vars(model), "tokenizer": None, "data": ["a.txt"], "length": 2}
     run.begin(tmp_path, config)
     with Checkpoints(tmp_path / "checkpoints") as checkpoints:
-        checkpoints.save(1, state, {"config": config})
+        checkpoints.save(1, state, {"config": config, "tokens": False})
     asked = generate.Config(run=str(tmp_path), prompt="né", rows=2, tokens=5, top_k=1)
     generate.main(asked)
     out, err = capsys.readouterr()
@@ -104,6 +106,12 @@ def test_a_checkpoint_is_asked(tmp_path, capsys):
     ):
         with pytest.raises((ValueError, FileNotFoundError), match=message):
             generate.main(dataclasses.replace(asked, **changed))
+    tokenizers = pytest.importorskip("tokenizers")
+    tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0}, unk_token="a")).save(
+        f"{tmp_path}/small.json"
+    )
+    with pytest.raises(ValueError, match=r"a tokenizer of 256 tokens, and `.*small.json` has 1: "):
+        generate.main(dataclasses.replace(asked, tokenizer=f"{tmp_path}/small.json", prompt="a"))
     nan = jax.tree.map(lambda x: x.at[..., 0].set(jnp.nan), params)
     for step, saved, info, message in (
         (2, state, {"config": {**config, "data": ["A.BIN"]}}, r"tokens: name the tokenizer that"),

@@ -215,10 +215,63 @@ def test_a_state_of_another_config_is_not_restored(saved_run):
     folder, config = saved_run
     state = train.first_state(config, mesh_of(1, 1))
     with Checkpoints(folder / "checkpoints", read_only=True) as checkpoints:
-        data = checkpoints.info()["data"]
+        info = checkpoints.info()
         with pytest.raises(ValueError, match=r"the data was .* and is 9 tokens now"):
-            train.restored(checkpoints, state, config, "9 tokens")
-        train.restored(checkpoints, state, dataclasses.replace(config, dp=8), data)
+            train.restored(checkpoints, state, config, {"data": "9 tokens"})
+        train.restored(checkpoints, state, dataclasses.replace(config, dp=8), info)
+
+
+def refused(config, saved, **changed) -> str:
+    """Why a run may not go on with some changes; nothing if it may."""
+    config = dataclasses.replace(config, **changed)
+    try:
+        train.refuse_another("the run", saved, config)
+        rows = train.data_of(config, train.tokenizer_for(config), ("the run", saved))
+        train.refuse_another("the run", saved, config, train.info_of(config, *rows))
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_a_run_is_known_by_what_it_reads_and_not_by_where_that_lies(tmp_path):
+    tokenizers = pytest.importorskip("tokenizers")
+    vocabulary = {"a": 0, "b": 1, "?": 2}
+    for name in ("one", "two", "other"):
+        words = vocabulary if name != "other" else {**vocabulary, "c": 3}
+        made = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="?"))
+        made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+        made.save(f"{tmp_path}/{name}.json")
+    for name, text in (
+        ("a", "a b " * 999),
+        ("b", "b a " * 99),
+        ("c", "b a " * 99),
+        ("d", "a " * 99),
+    ):
+        (tmp_path / name).write_text(text)
+    at = lambda name: str(tmp_path / name)
+    config = dataclasses.replace(
+        TINY, data=(at("a"),), held_out=(at("b"),), tokenizer=at("one.json"), prompt="a"
+    )
+    saved = train.info_of(config, *train.data_for(config, train.tokenizer_for(config)))
+    moved = {"held_out": (at("c"),), "tokenizer": at("two.json")}
+    free = {"explain": at("x.txt"), "held_out_rows": 3}
+    assert refused(config, saved, **moved, **free) == ""
+    old = {key: x for key, x in saved.items() if key in ("config", "data")}
+    old["config"] = {k: x for k, x in old["config"].items() if k not in ("pp", "held_out_rows")}
+    assert refused(config, old) == ""
+    assert "held_out is " in refused(config, old, held_out=(at("c"),))
+    assert "tokenizer is " in refused(config, saved, tokenizer=at("other.json"))
+    assert "the data held out was 2" in refused(config, saved, held_out=(at("d"),))
+    Path(at("two.json")).write_text("{}")
+    assert "tokenizer is " in refused(config, saved, **moved)
+    for name, words in (
+        ("d", "what is named now is 99 tokens, too few: "),
+        ("no", "now is none: "),
+    ):
+        found = refused(config, saved, data=(at(name),))
+        assert "the run is of other data: the data was 2,016 tokens, crc32 " in found
+        assert words in found
+        assert ".." not in found
 
 
 @pytest.mark.slow
@@ -266,6 +319,8 @@ def test_a_model_that_does_not_divide_is_refused():
     config = train.Config(model=llama.Config(heads=6, kv_heads=2), tp=4)
     with pytest.raises(ValueError, match=r"heads=6 is not a multiple of tp=4, kv_heads=2 is not"):
         train.mesh_for(config)
+    one_head = dataclasses.replace(TINY, model=dataclasses.replace(TINY.model, kv_heads=1))
+    assert train.mesh_for(one_head).shape == {"dp": 8, "tp": 1}
     with pytest.raises(ValueError, match=r"dp=3 × tp=2, which takes 6 devices"):
         train.mesh_for(train.Config(dp=3))
     with pytest.raises(ValueError, match=r"dp=1 × tp=16, which takes 16 devices, but there are 8"):
@@ -288,7 +343,7 @@ def test_all_that_is_wrong_with_a_config_is_listed():
         "temperature=-1.0 must be a number that is not negative",
         "separator=256 is outside of model.codes=256",
         "prompt is empty",
-        "separator and token_dtype are of `.bin` files, and there is none",
+        "separator and token_dtype are of `.bin` files, and there is none; `a.txt` does not exist",
     ):
         assert words in str(error.value)
     config = dataclasses.replace(
@@ -390,7 +445,10 @@ def test_a_run_on_tokens(tmp_path, capsys):
     config = dataclasses.replace(TINY, **tokenless, run=str(tmp_path / "run"))
     train.main(config)
     out = capsys.readouterr().out
-    assert "18,912 tokens in 394 rows, read as uint16; cpu devices: dp=2 × tp=2" in out
+    assert (
+        "18,960 tokens in 395 rows (40 more fill no row), read as uint16; cpu devices: dp=2 × tp=2"
+        in out
+    )
     assert "validation loss" in out
     assert "tokenize" not in out
     with pytest.raises(ValueError, match=r"was trained on tokens: name the tokenizer"):

@@ -97,6 +97,62 @@ def test_every_leaf_that_differs_is_named(tmp_path):
     assert "optimizer" not in str(error.value)
 
 
+def cut(path):
+    path.write_bytes(path.read_bytes()[:10])
+
+
+@pytest.fixture(scope="module")
+def two_saved(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("two")
+    with Checkpoints(folder) as checkpoints:
+        for step in (1, 2):
+            tree = {"a": SMALL + step, "b": SMALL + step}
+            checkpoints.save(step, {"x": tree}, {"at": step})
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("pattern", "damage"),
+    [
+        ("info/metadata", lambda path: path.unlink()),
+        ("x/ocdbt.process_0/d/*", cut),
+        *(
+            pytest.param(*x, marks=pytest.mark.slow)
+            for x in (
+                ("info", shutil.rmtree),
+                ("x/_METADATA", lambda path: path.unlink()),
+                ("x/_METADATA", cut),
+                ("x/manifest.ocdbt", cut),
+                ("x/d/*", lambda path: path.unlink()),
+            )
+        ),
+    ],
+    ids=lambda x: x if isinstance(x, str) else "",
+)
+def test_a_damaged_checkpoint_is_named_and_the_whole_one_before_it(
+    two_saved, tmp_path, pattern, damage
+):
+    def read(checkpoints):
+        return checkpoints.info()["at"], checkpoints.restore({"x": {"a": SMALL, "b": SMALL}})
+
+    shutil.copytree(two_saved, tmp_path, dirs_exist_ok=True)
+    for path in (tmp_path / "2").glob(pattern):
+        damage(path)
+    message = r"of step 2 is damaged, `.*/2` can't be read \(.*\)\. "
+    found = pytest.raises(ValueError, match=message + r"That of step 1 can be .*`.*/2` too")
+    with Checkpoints(tmp_path, read_only=True) as checkpoints, found:
+        read(checkpoints)
+    shutil.move(tmp_path / "2", tmp_path.parent / f"{tmp_path.name}-2")
+    with Checkpoints(tmp_path) as checkpoints:
+        at, found = read(checkpoints)
+    assert at == 1
+    np.testing.assert_array_equal(found["x"]["b"], SMALL + 1)
+    shutil.rmtree(tmp_path / "1" / "info")
+    found = pytest.raises(ValueError, match=r"of step 1 is damaged.*There is none before it")
+    with Checkpoints(tmp_path) as checkpoints, found:
+        read(checkpoints)
+
+
 def test_where_there_is_none_it_says_so(tmp_path):
     with Checkpoints(tmp_path / "new") as checkpoints:
         assert checkpoints.latest is None

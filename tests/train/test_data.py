@@ -26,6 +26,7 @@ def test_text_survives_encoding(text):
 def test_what_is_no_utf8_is_kept_as_tokens_and_shown_as_a_replacement():
     assert encode(b"\xff!").tolist() == [255, 33]
     assert decode(np.array([255, 33])) == "\ufffd!"
+    assert decode(np.array([33, 256 + 33, 65_536, -1, 33])) == "!\ufffd\ufffd\ufffd!"
 
 
 @given(documents, st.integers(1, 12), st.integers(1, 4))

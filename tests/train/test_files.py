@@ -14,8 +14,26 @@ def test_a_folder_is_read_at_any_depth_in_order(write, tmp_path):
     write(b"", "b/empty.py")
     write(b"\xff\xfe", ".git/object")
     write("né".encode(), "c.txt")
-    texts = [bytes(x.astype(np.uint8)).decode() for x in read_text([tmp_path])]
+    with pytest.warns(UserWarning, match=r"left out as empty: `.*b/empty.py`$"):
+        texts = texts_in(tmp_path)
     assert texts == ["one", "two", "né"]
+
+
+def texts_in(*paths, without=()):
+    return [bytes(x.astype(np.uint8)).decode() for x in read_text(paths, without=without)]
+
+
+def test_each_file_is_read_once_by_whatever_name(write, tmp_path):
+    one, two = write(b"one", "d/one.txt"), write(b"two", "d/e/two.txt")
+    for i in range(2):  # each leads back to where it is
+        (one.parent / f"l{i}").symlink_to(".")
+        (two.parent / f"l{i}").symlink_to(one.parent)
+    (tmp_path / "again").symlink_to(one)
+    assert texts_in(tmp_path / "again", one.parent, one, two.parent) == ["one", "two"]
+    assert texts_in(one.parent, without=[two]) == ["one"]
+    assert texts_in(one, one.parent, without=[tmp_path / "again"]) == ["two"]
+    with pytest.raises(ValueError, match=r"data: all of it is held out, and nothing is left"):
+        texts_in(one.parent, without=[tmp_path])
 
 
 def test_all_that_is_wrong_with_text_is_listed(write, tmp_path):

@@ -4,9 +4,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+pytest.importorskip("hypothesis")
+
+from hypothesis import given
+from hypothesis import strategies as st
+
 from xform.train.data import batch, count, pack
 from xform.train.files import as_rows, fingerprint, hold_out, read
-from xform.train.tokens import Shards, TokenRows, read_tokens
+from xform.train.tokens import TokenRows, read_tokens
 
 RNG = np.random.default_rng(0)
 TOKENS = RNG.integers(1000, size=4001)
@@ -30,10 +35,13 @@ def llm_c(tokens, dtype="<u2", magic=20240520, count=None):
         (llm_c(TOKENS), "uint16"),
     ],
 )
-def test_every_form_of_a_token_file_is_read(write, data, dtype):
-    tokens = read_tokens(write(data), codes=1000, dtype=dtype)
-    assert isinstance(tokens, np.memmap)
-    np.testing.assert_array_equal(tokens, TOKENS)
+def test_every_form_of_a_token_file_is_read(write, data, dtype, monkeypatch):
+    path = write(data)
+    for small, kind in ((0, np.memmap), (9999, np.ndarray)):
+        monkeypatch.setattr("xform.train.tokens._SMALL", 2 * small)
+        tokens = read_tokens(path, codes=1000, dtype=dtype)
+        assert type(tokens) is kind
+        np.testing.assert_array_equal(tokens, TOKENS)
 
 
 def test_rows_of_a_file_are_those_of_its_documents_packed(write):
@@ -52,7 +60,7 @@ def test_rows_of_a_file_are_those_of_its_documents_packed(write):
 
 
 def test_without_a_separator_a_file_is_one_document():
-    rows = TokenRows.of(np.arange(10, dtype="<u2"), 5).take(np.array([1, 0]))
+    rows = TokenRows.of([np.arange(10, dtype="<u2")], 5).take(np.array([1, 0]))
     np.testing.assert_array_equal(rows.labels, [[6, 7, 8, 9, -1], [1, 2, 3, 4, 5]])
     assert not rows.ids.any()
 
@@ -73,13 +81,13 @@ SHORT = TOKENS[:-1]
         (llm_c([]), None, r"is empty: it holds 1024 bytes and no token"),
         (TOKENS.astype("<u2").tobytes()[:-1], None, r"8001 bytes, .* multiple of the 2 of"),
         (SHORT.astype("<u4").tobytes()[:-2], "uint32", r"15998 bytes, .* multiple of the 4 of"),
-        (SHORT.astype("<u4").tobytes(), None, r"looks like uint32.*Say so: dtype uint32"),
-        (SHORT.astype("<i8").tobytes(), None, r"looks like int64, and is read as uint16.*'<u4'"),
-        (SHORT.astype("<i8").tobytes(), "uint32", r"looks like int64, and is read as uint32"),
+        (SHORT.astype("<u4").tobytes(), None, r"looks like uint32.*Say so: `--token-dtype uint32`"),
+        (SHORT.astype("<i8").tobytes(), None, r"looks like int64: .*'<u4'.*`--token-dtype uint16`"),
         (SHORT.astype("<u2").tobytes(), "uint32", r"Read as uint16, they would all be inside"),
         (SHORT.astype(">u2").tobytes(), None, r"Read as uint16 in big-endian order"),
         (outside(3210, 1000), None, r"1000 at place 3,210, read as uint16, .* ends at 999"),
-        (llm_c(TOKENS, count=5000), None, r"header promises 5000 tokens, there are 4001"),
+        (llm_c(TOKENS, count=5000), None, r"is cut off: .* promises 5000 tokens, there are 4001"),
+        (llm_c(TOKENS, count=40), None, r"longer than .* promises 40 tokens, there are 4001"),
         (llm_c(TOKENS), "uint32", r"says in its header that it is uint16, asked is uint32"),
         (b"\x93NUMPY\x01\x00v\x00", None, r"is a NumPy file.*astype\('<u2'\)\.tofile"),
         (b"\x93NUMPY\x01\x00v\x00", "uint16", r"is a NumPy file.*astype\('<u2'\)\.tofile"),
@@ -95,9 +103,12 @@ def test_every_other_file_is_refused(write, data, dtype, message):
         read_tokens(write(data), codes=1000, dtype=dtype)
 
 
-def test_a_dtype_that_is_said_is_believed(write):
-    tokens = np.array([5, 0] * 500)
-    read = read_tokens(write(tokens.astype("<u2").tobytes()), codes=1000, dtype="uint16")
+@pytest.mark.parametrize("dtype", ["uint16", "uint32"])
+@pytest.mark.parametrize("zeros", [1, 3])
+def test_a_dtype_that_is_said_is_believed(write, dtype, zeros):
+    """Though most numbers are 0."""
+    tokens = np.array(([5] + [0] * zeros) * 500)
+    read = read_tokens(write(tokens.astype(dtype).tobytes()), codes=1000, dtype=dtype)
     np.testing.assert_array_equal(read, tokens)
 
 
@@ -114,9 +125,9 @@ def test_a_file_that_is_no_file_is_refused(tmp_path):
         read_tokens(tmp_path, codes=9)
 
 
-def test_a_file_shorter_than_a_row_is_refused():
+def test_files_that_are_shorter_than_a_row_together_are_refused():
     with pytest.raises(ValueError, match=r"a row takes 16 tokens, and there are 15"):
-        TokenRows.of(np.arange(15), 16)
+        TokenRows.of([np.arange(7), np.arange(8)], 16)
 
 
 def test_a_fingerprint_knows_the_tokens_and_not_where_they_are(write):
@@ -148,29 +159,50 @@ def test_tokens_of_any_vocabulary_look_like_tokens(write, codes, kind, highest, 
     np.testing.assert_array_equal(read_tokens(write(tokens.tobytes()), codes=codes), tokens)
 
 
+SURE = [
+    (TEXT, r"looks like text"),
+    (FLOATS.astype("<f4").tobytes(), r"looks like float32"),
+    (some_tokens(20_000, "<f4").tobytes(), r"looks like float32"),
+    (FLOATS.astype("<f8").tobytes(), r"looks like float64"),
+    (np.abs(np.round(8 * FLOATS)).astype("<f8").tobytes(), r"looks like (float64|int64|uint32)"),
+    (some_tokens(50_000, ">u4").tobytes(), r"looks like uint32 in big-endian.*'>u4'"),
+    ((some_tokens(50_000, "<i4") - 1).tobytes(), r"looks like int32 with negative numbers"),
+]
+MAYBE = [
+    (some_tokens(256, "u1", 60_000).tobytes(), r"looks like uint8, .*'u1'"),
+    (FLOATS.astype("<f2").tobytes(), r"looks like float16"),
+    (np.maximum(FLOATS, 0).astype("<f2").tobytes(), r"looks like float16"),
+    (np.asarray(FLOATS, jnp.bfloat16).tobytes(), r"looks like bfloat16"),
+    (some_tokens(50_000, ">u2").tobytes(), r"looks like uint16 in big-endian.*'>u2'"),
+    (RNG.integers(1024, 25_000, 4000).astype("<u2").tobytes(), r"looks like float16"),
+    ((RNG.integers(800, size=8000) * 64).astype("<u2").tobytes(), r"looks like uint16 in big-en"),
+]
+
+
 @pytest.mark.parametrize(
-    ("data", "message"),
-    [
-        (some_tokens(256, "u1", 60_000).tobytes(), r"looks like uint8, .*'u1'"),
-        (TEXT, r"looks like text"),
-        (FLOATS.astype("<f2").tobytes(), r"looks like float16"),
-        (np.maximum(FLOATS, 0).astype("<f2").tobytes(), r"looks like float16"),
-        (np.asarray(FLOATS, jnp.bfloat16).tobytes(), r"looks like bfloat16"),
-        (FLOATS.astype("<f4").tobytes(), r"looks like float32"),
-        (some_tokens(20_000, "<f4").tobytes(), r"looks like float32"),
-        (FLOATS.astype("<f8").tobytes(), r"looks like float64"),
-        (some_tokens(50_000, ">u2").tobytes(), r"looks like uint16 in big-endian.*'>u2'"),
-        (some_tokens(50_000, ">u4").tobytes(), r"looks like uint32 in big-endian.*'>u4'"),
-        ((some_tokens(50_000, "<i4") - 1).tobytes(), r"looks like int32 with negative numbers"),
-    ],
+    ("data", "message", "sure"),
+    [*((*x, True) for x in SURE), *((*x, False) for x in MAYBE)],
     ids=lambda x: None if isinstance(x, str) else "",
-)  # fmt: skip
-def test_what_looks_otherwise_is_refused_unless_the_dtype_is_said(write, data, message):
-    """All of these numbers are inside of a vocabulary of 65,536."""
+)
+def test_what_looks_otherwise_is_told_unless_the_dtype_is_said(write, data, message, sure):
+    """All of these numbers are inside of a vocabulary of 65,536; what may be tokens is read."""
     path = write(data)
-    with pytest.raises(ValueError, match=message + r".*read as uint16; if that is right, say so"):
-        read_tokens(path, codes=65_536)
+    message += r".*read as uint16; if that is right, say so \(`--token-dtype"
+    said = pytest.raises(ValueError, match=message) if sure else pytest.warns(match=message)
+    with said:
+        assert len(read_tokens(path, codes=65_536)) == len(data) // 2
     assert len(read_tokens(path, codes=65_536, dtype="uint16")) == len(data) // 2
+
+
+@pytest.mark.filterwarnings("ignore:.*looks like:UserWarning")
+@pytest.mark.parametrize("least", [0, 1024, 8192, 14_000, 15_000, 16_200, 17_000, 30_000, 48_000])
+@pytest.mark.parametrize("size", [50, 300, 2000, 8192])
+@pytest.mark.parametrize("step", [1, 64])
+def test_tokens_of_any_range_are_accepted(write, least, size, step):
+    """Codes of images and sounds are alike frequent, and may begin anywhere."""
+    tokens = least + RNG.integers(-(-size // step), size=9000) * step
+    read = read_tokens(write(tokens.astype("<u2").tobytes()), codes=65_536)
+    np.testing.assert_array_equal(read, tokens)
 
 
 def test_a_vocabulary_that_needs_it_makes_uint32_of_a_flat_file(write):
@@ -201,22 +233,44 @@ def test_a_folder_of_token_files_is_one_data_set(write, tmp_path):
     write(b"", "data/.hidden")
     streams = read([tmp_path / "data"], None, codes=1000)
     assert [len(x) for x in streams] == [1000, 15, 2986]
-    assert all(isinstance(x, np.memmap) for x in streams)
     for x, path in zip(streams, paths, strict=True):
         np.testing.assert_array_equal(x, np.fromfile(path, "<u2"))
     rows = as_rows(streams, 20, END)
-    assert isinstance(rows, Shards)
-    assert count(rows) == 50 + 149
-    chosen = RNG.permutation(count(rows))
-    alone = [TokenRows.of(x, 20, END) for x in (streams[0], streams[2])]
-    expected = [part.take(np.arange(count(part))) for part in alone]
-    for found, *each in zip(rows.take(chosen), *expected, strict=True):
-        np.testing.assert_array_equal(found, np.concatenate(each)[chosen])
-    joined = np.concatenate([TOKENS[:1000], TOKENS[1015:3995]])
-    assert fingerprint(rows) == fingerprint(TokenRows.of(joined, 20))
+    assert isinstance(rows, TokenRows)
+    assert (count(rows), rows.left) == (4001 // 20, 1)
+    assert sum(map(len, rows.blocks)) == count(rows)
+    assert fingerprint(rows) == fingerprint(TokenRows.of([TOKENS], 20))
     train, held_out = (as_rows(x, 20, END) for x in hold_out(streams))
-    assert (count(train), count(held_out)) == (47 + 141, 2 + 7)
+    assert (count(train), count(held_out)) == (3801 // 20, 200 // 20)
     assert batch(train, 3, size=4, seed=0).tokens.shape == (4, 20)
+
+
+@given(st.lists(st.integers(0, 40), min_size=1, max_size=12), st.integers(1, 16))
+def test_files_of_any_size_are_packed_as_documents(sizes, length):
+    """None is lost, and no label crosses from one to the next."""
+    streams = np.split(TOKENS[: sum(sizes)].astype("<u2"), np.cumsum(sizes)[:-1])
+    if sum(sizes) < length:
+        return
+    rows = TokenRows.of(streams, length)
+    packed = pack([x.astype(int) for x in streams], length)
+    whole = np.arange(sum(sizes) // length)
+    assert rows.left == sum(sizes) % length
+    np.testing.assert_array_equal(np.concatenate(rows.blocks), packed.tokens[whole])
+    assert {x.dtype for x in rows.blocks} == {np.dtype("<u2")}
+    found, expected = rows.take(whole), packed.take(whole)
+    np.testing.assert_array_equal(found.tokens, expected.tokens)
+    np.testing.assert_array_equal(found.labels, expected.labels)
+    edges = lambda x: np.diff(x.ids, axis=1) > 0
+    np.testing.assert_array_equal(edges(found), edges(expected))
+
+
+@given(st.lists(st.integers(0, 90), min_size=1, max_size=30))
+def test_the_tail_of_all_files_is_held_out(sizes):
+    streams = np.split(TOKENS[: sum(sizes)], np.cumsum(sizes)[:-1])
+    parts = hold_out([x.astype("<u2") for x in streams])
+    train, held_out = (np.concatenate(x) for x in parts)
+    np.testing.assert_array_equal(np.concatenate([train, held_out]), TOKENS[: sum(sizes)])
+    assert len(held_out) == sum(sizes) // 20
 
 
 def test_text_beside_tokens_is_refused_and_both_are_named(write, tmp_path):
@@ -230,12 +284,12 @@ def test_text_beside_tokens_is_refused_and_both_are_named(write, tmp_path):
 
 def test_all_that_is_wrong_with_token_files_is_listed(write, tmp_path):
     parts(write)
-    write(b"", "data/empty.bin")
+    empty = write(b"", "data/empty.bin")
     write(b"123", "data/odd.bin")
     (tmp_path / "data" / "broken.bin").symlink_to(tmp_path / "nowhere")
     write(np.array([1, 1000], "<u2").tobytes(), "data/outside.bin")
     with pytest.raises(ValueError, match=r"^data: ") as error:
-        read([tmp_path / "data", tmp_path / "none.bin"], None, codes=1000)
+        read([empty, tmp_path / "data", tmp_path / "none.bin"], None, codes=1000)
     for words in (
         "empty.bin` is empty",
         "odd.bin` holds 3 bytes, which is no multiple of the 2",
@@ -247,7 +301,15 @@ def test_all_that_is_wrong_with_token_files_is_listed(write, tmp_path):
     assert "a.bin" not in str(error.value)
 
 
-def test_files_that_are_all_shorter_than_a_row_are_refused(write, tmp_path):
-    parts(write)
-    with pytest.raises(ValueError, match=r"a row takes 5000 tokens, and there are 2986"):
-        as_rows(read([tmp_path / "data"], None, codes=1000), 5000)
+def test_empty_files_of_a_folder_and_those_held_out_are_left_out(write, tmp_path):
+    first, *_ = parts(write)
+    folder = tmp_path / "data"
+    write(b"", "data/empty.bin")
+    with pytest.warns(UserWarning, match=r"left out as empty: `.*empty.bin`$"):
+        streams = read([folder, first], None, codes=1000, without=[folder / "c.bin"])
+    np.testing.assert_array_equal(np.concatenate(streams), TOKENS[:1015])
+    with pytest.raises(ValueError, match=r"all of it is held out"):
+        read([folder], None, codes=1000, without=[folder])
+    write(b"", "other/empty.bin")
+    with pytest.raises(ValueError, match=r"there is no token: `.*other/empty.bin` is empty\.$"):
+        read([tmp_path / "other"], None, codes=1000)

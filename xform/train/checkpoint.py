@@ -5,10 +5,14 @@ whatever stops the process leaves the last one as it was. It holds arrays, in th
 mesh that whoever restores it asks for, and a JSON object of what else a run needs to go on.
 """
 
+import gc
 import logging
 import shutil
-from collections.abc import Mapping
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -101,9 +105,14 @@ class Checkpoints:
             self._failed(error)
 
     def info(self) -> dict:
-        """Returns the JSON object of the newest checkpoint."""
+        """Returns the JSON object of the newest checkpoint.
+
+        Raises:
+          FileNotFoundError: There is no checkpoint.
+          ValueError: It is damaged.
+        """
         args = ocp.args.Composite(**{_INFO: ocp.args.JsonRestore()})
-        return self._manager.restore(self._newest(), args=args)[_INFO]
+        return self._read(lambda step: self._manager.restore(step, args=args)[_INFO])
 
     def restore(self, like: Mapping[str, PyTree]) -> dict[str, PyTree]:
         """Returns the trees of the newest checkpoint that `like` names.
@@ -114,17 +123,47 @@ class Checkpoints:
 
         Raises:
           FileNotFoundError: There is no checkpoint.
-          ValueError: Lists every leaf of another shape or dtype, missing or left over.
+          ValueError: It is damaged; or lists every leaf of another shape or dtype, missing or left
+            over.
         """
-        step = self._newest()
         wanted = {name: jax.tree.map(_struct, tree) for name, tree in like.items()}
-        path = self.folder / str(step)
-        wrong = [line for name, tree in wanted.items() for line in _differences(path / name, tree)]
-        if wrong:
-            raise ValueError(f"the checkpoint `{path}` is of another program: {'; '.join(wrong)}.")
         items = {name: ocp.args.StandardRestore({_TREE: tree}) for name, tree in wanted.items()}
-        restored = self._manager.restore(step, args=ocp.args.Composite(**items))
-        return {name: restored[name][_TREE] for name in wanted}
+
+        def read(step: int) -> dict[str, PyTree]:
+            path = self.folder / str(step)
+            wrong = [x for name, tree in wanted.items() for x in _differences(path / name, tree)]
+            if wrong:
+                raise _OfAnother(
+                    f"the checkpoint `{path}` is of another program: {'; '.join(wrong)}."
+                )
+            restored = self._manager.restore(step, args=ocp.args.Composite(**items))
+            return {name: restored[name][_TREE] for name in wanted}
+
+        return self._read(read)
+
+    def _read(self, read: Callable[[int], Any]) -> Any:
+        """What is read of the newest checkpoint; if it is damaged, says which can be."""
+        step = self._newest()
+        try:
+            return read(step)
+        except _NOT_DAMAGED:
+            raise
+        except Exception as error:  # orbax, tensorstore and JSON have no type for it in common
+            reason = f"{type(error).__name__}: {error}".partition("\n")[0].rstrip(".")
+        older = [x for x in self._manager.all_steps() if x < step]
+        path = self.folder / str(step)
+        with _quiet():
+            whole = next((x for x in sorted(older, reverse=True) if _succeeds(read, x)), None)
+        cure = (
+            "There is none before it that can be read: begin a new run."
+            if whole is None
+            else f"That of step {whole} can be read: move what is after it away, `{path}` too, to "
+            "go on from there."
+        )
+        raise ValueError(
+            f"the checkpoint of step {step} is damaged, `{path}` can't be read "
+            f"({reason[:200]}). {cure}"
+        )
 
     def _newest(self) -> int:
         if self.latest is None:
@@ -142,6 +181,34 @@ class Checkpoints:
             f"{str(error).rsplit(': ', 1)[-1]}; {left}. Make room or choose another folder, then "
             "resume."
         ) from None  # that of orbax names its own files, on a hundred lines
+
+
+class _OfAnother(ValueError):
+    """A checkpoint that can be read, and is not what was asked for."""
+
+
+# What keeps a checkpoint from being read that may be whole.
+_NOT_DAMAGED = (_OfAnother, MemoryError, PermissionError, jax.errors.JaxRuntimeError)
+
+
+def _succeeds(f: Callable[[int], Any], step: int) -> bool:
+    try:
+        f(step)
+    except Exception:  # as above
+        return False
+    return True
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Clears away, without a word, what orbax began to read beside the leaf that failed."""
+    before, sys.unraisablehook = sys.unraisablehook, lambda _: None
+    try:
+        gc.collect()
+        yield
+        gc.collect()
+    finally:
+        sys.unraisablehook = before
 
 
 def _struct(x) -> jax.ShapeDtypeStruct:

@@ -75,12 +75,14 @@ def encode(text: str | bytes) -> Int32[np.ndarray, "size"]:
 
 
 def decode(tokens: Int[np.ndarray, "size"]) -> str:
-    """Returns the text of byte tokens; bytes that are not UTF-8 become U+FFFD.
+    """Returns the text of byte tokens; what is no UTF-8 or no byte becomes U+FFFD.
 
     >>> decode(encode("né"))
     'né'
     """
-    return tokens.astype(np.uint8).tobytes().decode(errors="replace")
+    # No UTF-8 has a byte of 255.
+    data = np.where((tokens >= 0) & (tokens < 256), tokens, 255).astype(np.uint8)
+    return data.tobytes().decode(errors="replace")
 
 
 def pack(documents: Sequence[Int[np.ndarray, "_"]], length: int, *, multiple: int = 1) -> Rows:

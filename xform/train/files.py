@@ -6,6 +6,8 @@ drawn (`xform.train.tokens`). A folder is what is in it: all text, or all tokens
 """
 
 import dataclasses
+import os
+import warnings
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -13,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from xform.train.data import Source, decode, encode, pack
-from xform.train.tokens import read_tokens, rows_of
+from xform.train.tokens import TokenRows, read_tokens
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,6 +80,16 @@ def _hugging_face(path: Path) -> Tokenizer:
     return Tokenizer(codes, to_tokens, lambda tokens: loaded.decode(list(map(int, tokens))))
 
 
+def fingerprint_of_tokenizer(path: Path | str | None) -> str | None:
+    """Returns a short text that tells a tokenizer from others; None if its file can't be read."""
+    if path is None:
+        return "bytes"
+    try:
+        return f"crc32 {zlib.crc32(Path(path).read_bytes()):08x}"
+    except OSError:
+        return None
+
+
 def encode_prompt(tokenizer: Tokenizer, prompt: str) -> np.ndarray:
     """Returns the tokens of a prompt.
 
@@ -99,34 +111,51 @@ def encode_prompt(tokenizer: Tokenizer, prompt: str) -> np.ndarray:
 # ---- text ----------------------------------------------------------------------------------------
 
 
-def read_text(paths: Sequence[Path], tokenizer: Tokenizer = BYTES) -> list[np.ndarray]:
+def read_text(
+    paths: Sequence[Path], tokenizer: Tokenizer = BYTES, *, without: Sequence[Path] = ()
+) -> list[np.ndarray]:
     """Returns the tokens of each text file, in order of their names.
 
     Args:
-      paths: Files, and folders whose files are all read, but for empty and hidden ones.
+      paths: Files, and folders whose files are all read, but for empty and hidden ones. A file is
+        read once, however many names it has.
       tokenizer: By default, bytes are tokens.
+      without: Files and folders that are not read, though they are among the others.
 
     Raises:
       ValueError: Lists every path that is missing, empty, unreadable or not UTF-8.
     """
-    found, wrong = [], []
+    found, wrong, seen, empty = [], [], _real(without), []
     for path in paths:
         try:
-            files = sorted(_files(path))
-            texts = [(file, file.read_bytes()) for file in files]
+            texts = [(file, file.read_bytes()) for file in _files(path, seen)]
+            nothing = not any(text for _, text in texts) and (texts or not any(_files(path, set())))
         except OSError as error:
             wrong.append(f"`{error.filename or path}` can't be read: {error.strerror}")
             continue
         wrong += [f"`{file}` is not UTF-8 text" for file, text in texts if not _is_text(text)]
-        if not any(text for _, text in texts):
-            wrong.append(f"`{path}` " + ("is empty" if path.is_file() else "holds no text"))
+        if nothing:
+            wrong.append(f"`{path}` " + ("holds no text" if path.is_dir() else "is empty"))
         found += [(file, text) for file, text in texts if text]
+        empty += [file for file, text in texts if not text]
+    if not found and not wrong:
+        wrong.append(_ALL_HELD_OUT)
     if wrong:
         raise ValueError(
             f"data: {_some(wrong)}. Name files of UTF-8 text or `.bin` files of tokens, or folders "
             "of either."
         )
+    _note_empty(empty)
     return [_encoded(tokenizer, *item) for item in found]
+
+
+_ALL_HELD_OUT = "all of it is held out, and nothing is left to train on"
+
+
+def _note_empty(files: Sequence[Path]) -> None:
+    if files:
+        names = _some([f"`{file}`" for file in files], most=3)
+        warnings.warn(f"left out as empty: {names}", stacklevel=3)
 
 
 def _encoded(tokenizer: Tokenizer, path: Path, text: bytes) -> np.ndarray:
@@ -139,14 +168,23 @@ def _encoded(tokenizer: Tokenizer, path: Path, text: bytes) -> np.ndarray:
     return tokens
 
 
-def _files(path: Path) -> Iterator[Path]:
-    """The file itself, or what a folder holds at any depth."""
+def _files(path: Path, seen: set[str]) -> Iterator[Path]:
+    """The file itself, or what a folder holds at any depth; nothing that was seen, by any name."""
+    real = os.path.realpath(path)
+    if real in seen:
+        return
+    seen.add(real)
     if not path.is_dir():
         yield path
     else:
-        for inner in path.iterdir():
+        for inner in sorted(path.iterdir()):
             if not inner.name.startswith("."):
-                yield from _files(inner)
+                yield from _files(inner, seen)
+
+
+def _real(paths: Sequence[Path]) -> set[str]:
+    """The files that some paths name, by the one name that each has without links."""
+    return {os.path.realpath(file) for kind in by_kind(paths) for file in kind}
 
 
 def _is_text(data: bytes) -> bool:
@@ -169,46 +207,69 @@ def _some(items: Sequence[str], most: int = 5) -> str:
 
 
 def read(
-    paths: Sequence[Path], tokenizer: Tokenizer | None, *, codes: int, dtype: str | None = None
+    paths: Sequence[Path],
+    tokenizer: Tokenizer | None,
+    *,
+    codes: int,
+    dtype: str | None = None,
+    without: Sequence[Path] = (),
 ) -> list[np.ndarray]:
-    """Returns the tokens of each text file, or of each file of tokens, mapped into memory.
+    """Returns the tokens of each text file, or those of each file of tokens.
 
     Args:
-      paths: Files and folders, of text or of tokens.
+      paths: Files and folders, of text or of tokens. A file is read once, however many names it
+        has, and an empty one in a folder is left out, with a warning.
       tokenizer: Of text; bytes are its tokens where there is none.
       codes, dtype: Of files of tokens, as in `read_tokens`.
+      without: Files and folders that are not read, though they are among the others.
 
     Raises:
       ValueError: Something can't be read, or text and tokens are mixed; all that is wrong at once.
     """
-    flat, text = by_kind(paths)
+    flat, text = by_kind(paths, without)
     if not flat:
-        return read_text(paths, tokenizer or BYTES)
+        return read_text(paths, tokenizer or BYTES, without=without)
     wrong = [mixed(flat, text)] if text else []
+    empty = [path for path in flat if path not in paths and _is_empty(path)]
     streams = []
     for path in flat:
         try:
-            streams.append(read_tokens(path, codes=codes, dtype=dtype))
+            streams += [] if path in empty else [read_tokens(path, codes=codes, dtype=dtype)]
         except ValueError as error:
-            wrong.append(str(error))
+            wrong.append(str(error).removesuffix("."))
+    if not streams and not wrong:
+        wrong.append(f"there is no token: {_some([f'`{path}` is empty' for path in empty])}")
     if wrong:
-        raise ValueError(f"data: {_some(wrong)}")
+        raise ValueError(f"data: {_some(wrong)}.")
+    _note_empty(empty)
     return streams
 
 
-def by_kind(paths: Sequence[Path]) -> tuple[list[Path], list[Path]]:
+def _is_empty(path: Path) -> bool:
+    return path.is_file() and not path.stat().st_size
+
+
+def by_kind(paths: Sequence[Path], without: Sequence[Path] = ()) -> tuple[list[Path], list[Path]]:
     """Returns the files of tokens, by their names, and the others, of files and whole folders.
 
     What does not exist, or can't be listed, is among one of them, for whoever reads it to say so.
     """
     found: list[Path] = []
+    seen = _real(without) if without else set()
     for path in paths:
         try:
-            found += sorted(_files(path))
+            found += list(_files(path, seen))
         except OSError:
             found.append(path)
     flat = [path for path in found if path.suffix.lower() == ".bin"]
     return flat, [path for path in found if path not in set(flat)]
+
+
+def nothing_at(paths: Sequence[Path]) -> list[str]:
+    """Returns in words which paths lead to no file, for whoever misses one of a kind."""
+    missing = [f"`{path}` does not exist" for path in paths if not path.exists()]
+    folders = [path for path in paths if path.is_dir() and by_kind([path]) == ([], [])]
+    return missing + [f"`{path}` holds no file" for path in folders]
 
 
 def mixed(flat: Sequence[Path], text: Sequence[Path]) -> str:
@@ -223,36 +284,47 @@ def mixed(flat: Sequence[Path], text: Sequence[Path]) -> str:
 def hold_out(documents: Sequence[np.ndarray]) -> tuple[list[np.ndarray], list[np.ndarray]]:
     """Returns documents to train on and to validate on: every twentieth, from the first.
 
-    Where there are fewer than twenty, it is the last twentieth of each.
+    Where there are fewer than twenty, it is the last twentieth of each. Files of tokens are
+    one stream, whatever it was cut into, and the last twentieth of all its tokens is held out.
 
     >>> train, held_out = hold_out([np.arange(40)])
     >>> held_out
     [array([38, 39])]
     """
-    if len(documents) >= 20:
+    stream = _are_tokens(documents)
+    if len(documents) >= 20 and not stream:
         return [x for i, x in enumerate(documents) if i % 20], list(documents[::20])
-    cuts = [len(x) - len(x) // 20 for x in documents]
+    sizes = np.array([len(x) for x in documents])
+    cuts = sizes - sizes // 20
+    if stream:
+        left = sizes.sum() - sizes.sum() // 20
+        cuts = np.clip(left - (np.cumsum(sizes) - sizes), 0, sizes)
     pairs = list(zip(documents, cuts, strict=True))
     return [x[:cut] for x, cut in pairs], [x[cut:] for x, cut in pairs]
+
+
+def _are_tokens(documents: Sequence[np.ndarray]) -> bool:
+    """Whether they are of files of tokens, which have no sign, and not of text."""
+    return all(x.dtype.kind == "u" for x in documents)
 
 
 def as_rows(
     documents: Sequence[np.ndarray], length: int, separator: int | None = None, name: str = ""
 ) -> Source:
-    """Returns rows of `length` tokens: packed documents, or those of mapped files.
+    """Returns rows of `length` tokens: packed documents, or those of files of tokens.
 
     Args:
       documents: Their tokens.
       length: Tokens in a row.
-      separator: The token that ends a document of a mapped file, see `TokenRows`.
+      separator: The token that ends a document of a file of tokens, see `TokenRows`.
       name: What the data is, for the error.
 
     Raises:
       ValueError: There is no token, or less than one row in the files.
     """
     try:
-        if isinstance(documents[0], np.memmap):
-            return rows_of(documents, length, separator)
+        if _are_tokens(documents):
+            return TokenRows.of(documents, length, separator)
         if not any(map(len, documents)):
             raise ValueError("there is no token")
         return pack(documents, length)

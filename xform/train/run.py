@@ -23,6 +23,7 @@ from datetime import datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from signal import Signals
+from typing import Any
 
 import jax
 
@@ -34,7 +35,12 @@ _PACKAGES = ("xform-jax", "jax", "jaxlib", "numpy", "optax", "orbax-checkpoint")
 
 
 def begin(
-    folder: Path | str | None, config: Mapping, *, data: str | None = None, resume: bool = False
+    folder: Path | str | None,
+    config: Mapping,
+    *,
+    data: str | None = None,
+    more: Mapping[str, Any] | None = None,
+    resume: bool = False,
 ) -> Path:
     """Returns the folder of a run that begins or goes on, noted in its `run.json`.
 
@@ -45,6 +51,7 @@ def begin(
       folder: Where; None makes a new one in `runs/`, or finds the newest there.
       config: What the run is, as JSON.
       data: A fingerprint of what it is trained on.
+      more: What else tells it from others, as JSON by name.
       resume: Whether it goes on.
 
     Raises:
@@ -71,7 +78,7 @@ def begin(
                 f"`{path}` can't be made a run's folder: {error.strerror}. Choose another."
             ) from error
         run = {"starts": []}
-    known = {"config": config} | ({} if data is None else {"data": data})
+    known = {**(more or {}), "config": config} | ({} if data is None else {"data": data})
     run = {**run, **known, "starts": [*run["starts"], _start()]}
     replace(path / "run.json", (json.dumps(run, indent=2) + "\n").encode())
     return path

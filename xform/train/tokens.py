@@ -2,12 +2,13 @@
 
 A file is flat and little-endian, as nanoGPT writes it, or llm.c's, which has a header of 256 int32
 in front. A flat file does not say of what type it is: uint16 is assumed, or uint32 for a vocabulary
-that needs it, and what looks otherwise is refused unless the type is named. Every token is compared
-with the vocabulary before the first one is used.
+that needs it; what certainly is something else is refused, and what may be told, unless the type is
+named. Every token is compared with the vocabulary before the first one is used.
 """
 
 import dataclasses
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -20,96 +21,96 @@ from xform.train.data import NO_LABEL, Rows
 _MAGIC = {20240520: "uint16", 20240801: "uint32"}
 _HEADER = 256 * 4
 _CHUNK = 1 << 22
+_SMALL = 1 << 20
+"""Bytes of a file up to which it is read, and not mapped into memory."""
 
 
 @dataclasses.dataclass(frozen=True)
 class TokenRows:
     """Rows of one long stream of tokens, cut out as they are drawn; a `Source`.
 
-    A last row that the stream does not fill is left out.
+    The files of the stream are laid end to end, and each begins a document, so that no file is too
+    short. A last row that the stream does not fill is left out.
 
     Attributes:
-      stream: All tokens, usually mapped from a file.
-      tokens: The same as rows of equal length.
-      separator: The token that ends a document, as its last one; None if all is one document.
+      streams: All tokens, in parts that are usually mapped from files; none is empty.
+      first: The place of each part in the stream, and last the size of the stream.
+      length: Tokens in a row.
+      separator: The token that ends a document, as its last one; None if each part is one document.
+      blocks: The tokens of all rows in order: views of the parts, and copies of rows that cross
+        from one part to the next.
     """
 
-    stream: Integer[np.ndarray, "size"]
-    tokens: Integer[np.ndarray, "rows length"]
+    streams: tuple[Integer[np.ndarray, "_"], ...]
+    first: Int[np.ndarray, "parts"]
+    length: int
     separator: int | None = None
+    blocks: tuple[Integer[np.ndarray, "_ length"], ...] = ()
 
     @classmethod
-    def of(cls, stream: np.ndarray, length: int, separator: int | None = None) -> "TokenRows":
-        """Returns the stream's rows of `length` tokens.
+    def of(
+        cls, streams: Sequence[np.ndarray], length: int, separator: int | None = None
+    ) -> "TokenRows":
+        """Returns the rows of `length` tokens of some streams, one behind the other.
 
         Raises:
           ValueError: There is less than one.
         """
-        rows = len(stream) // length
-        if not rows:
-            raise ValueError(f"a row takes {length} tokens, and there are {len(stream)} of them")
-        return cls(stream, stream[: rows * length].reshape(rows, length), separator)
+        streams = tuple(x for x in streams if len(x))
+        first = np.cumsum([0, *map(len, streams)])
+        if first[-1] < length:
+            raise ValueError(f"a row takes {length} tokens, and there are {first[-1]} of them")
+        rows = cls(streams, first, length, separator)
+        return dataclasses.replace(rows, blocks=tuple(rows._blocks()))
 
     @property
-    def blocks(self) -> tuple[np.ndarray]:
-        """The tokens, as one array."""
-        return (self.tokens,)
+    def left(self) -> int:
+        """How many tokens at the end of the stream fill no row."""
+        return int(self.first[-1]) % self.length
+
+    def _blocks(self) -> Iterator[np.ndarray]:
+        length, dtype, done = self.length, np.result_type(*self.streams), 0
+        crossing = lambda to: self.take(np.arange(done, to)).tokens.astype(dtype)
+        for stream, start in zip(self.streams, self.first, strict=False):
+            # Its rows that lie in it as a whole.
+            begin, end = -(-start // length), (start + len(stream)) // length
+            if begin < end:
+                if done < begin:
+                    yield crossing(begin)
+                yield stream[begin * length - start : end * length - start].reshape(-1, length)
+                done = end
+        if done < (rows := self.first[-1] // length):
+            yield crossing(rows)
 
     def take(self, chosen: Int[np.ndarray, "some"]) -> Rows:
         """Returns the chosen rows; ids number the documents of each row from 0."""
-        length = self.tokens.shape[1]
-        place = np.asarray(chosen)[:, None] * length + np.arange(length + 1)
-        beyond = place >= len(self.stream)
-        spans = self.stream[np.minimum(place, len(self.stream) - 1)].astype(np.int32)
-        ends = np.zeros(spans.shape, bool) if self.separator is None else spans == self.separator
+        spans = np.zeros((len(chosen), self.length + 1), np.int32)
+        ends = np.zeros(spans.shape, bool)
+        for row, span, end in zip(chosen, spans, ends, strict=True):
+            self._copy(int(row) * self.length, span, end)
+        if self.separator is not None:
+            ends |= spans == self.separator
         ids = np.cumsum(ends, axis=1, dtype=np.int32) - ends
-        labels = np.where(ends[:, :-1] | beyond[:, 1:], NO_LABEL, spans[:, 1:]).astype(np.int32)
+        labels = np.where(ends[:, :-1], NO_LABEL, spans[:, 1:]).astype(np.int32)
         return Rows(spans[:, :-1], ids[:, :-1].astype(np.int32), labels)
 
-
-@dataclasses.dataclass(frozen=True)
-class Shards:
-    """The rows of several files, one behind the other; a `Source`."""
-
-    parts: tuple[TokenRows, ...]
-
-    @property
-    def blocks(self) -> tuple[np.ndarray, ...]:
-        """The tokens of each file."""
-        return tuple(part.tokens for part in self.parts)
-
-    def take(self, chosen: Int[np.ndarray, "some"]) -> Rows:
-        """Returns the chosen rows."""
-        chosen, blocks = np.asarray(chosen), self.blocks
-        first = np.cumsum([0, *map(len, blocks)])
-        part = np.searchsorted(first, chosen, side="right") - 1
-        rows = Rows(*(np.empty((len(chosen), blocks[0].shape[1]), np.int32) for _ in range(3)))
-        for i in np.unique(part):
-            for x, found in zip(
-                rows, self.parts[i].take(chosen[part == i] - first[i]), strict=True
-            ):
-                x[part == i] = found
-        return rows
-
-
-def rows_of(
-    streams: Sequence[np.ndarray], length: int, separator: int | None
-) -> TokenRows | Shards:
-    """Returns the rows of some streams of tokens; one that does not fill a row is left out.
-
-    Raises:
-      ValueError: None does.
-    """
-    long = [x for x in streams if len(x) >= length] or [max(streams, key=len)]
-    parts = tuple(TokenRows.of(x, length, separator) for x in long)
-    return parts[0] if len(parts) == 1 else Shards(parts)
+    def _copy(self, place: int, span: np.ndarray, ends: np.ndarray) -> None:
+        """Fills a span from a place on, and notes where a part of the stream ends in it."""
+        part, at = int(np.searchsorted(self.first, place, side="right")) - 1, 0
+        while at < len(span) and part < len(self.streams):
+            start = place + at - self.first[part]
+            found = self.streams[part][start : start + len(span) - at]
+            span[at : at + len(found)] = found
+            at += len(found)
+            ends[at - 1] = start + len(found) == len(self.streams[part])
+            part += 1
 
 
 # ---- a file --------------------------------------------------------------------------------------
 
 
 def read_tokens(path: Path, *, codes: int, dtype: str | None = None) -> np.ndarray:
-    """Returns the tokens of a file, mapped into memory; all of them are checked.
+    """Returns the tokens of a file, mapped into memory if it is long; all of them are checked.
 
     Args:
       path: A flat little-endian file, with llm.c's header or none.
@@ -145,18 +146,27 @@ def read_tokens(path: Path, *, codes: int, dtype: str | None = None) -> np.ndarr
             f"`{path}` holds {body} bytes, which is no multiple of the {item} of a {dtype} token: "
             "it is cut off, or of another dtype"
         )
-    if count not in (None, body // item):
+    if count not in (None, there := body // item):
+        how = "cut off" if there < count else "longer than it says"
         raise ValueError(
-            f"`{path}` is cut off: its header promises {count} tokens, there are {body // item}"
+            f"`{path}` is {how}: its header promises {count} tokens, there are {there}"
         )
-    tokens = np.memmap(path, np.dtype(dtype).newbyteorder("<"), "r", offset)
+    flat = np.dtype(dtype).newbyteorder("<")
+    # Each mapped file stays open, and a system allows some hundreds of those.
+    tokens = (
+        np.memmap(path, flat, "r", offset)
+        if body > _SMALL
+        else np.fromfile(path, flat, offset=offset)
+    )
     highest = _check_range(path, tokens, codes)
-    _check_int64(path, tokens, highest)
-    if guessed and (doubt := _doubt(tokens, codes, highest)):
-        raise ValueError(
-            f"`{path}` looks like {doubt}. No header says what it is, so it is read as {dtype}; if "
-            f"that is right, say so: dtype {dtype}."
-        )
+    if not guessed:
+        return tokens
+    read = f"No header says what it is, so it is read as {dtype}; if that is right, say so"
+    if doubt := _int64(tokens, highest) or _doubt(tokens, codes, highest):
+        raise ValueError(f"`{path}` looks like {doubt}. {read} (`--token-dtype {dtype}`).")
+    # What tokens may look like, too: those of an image, or of pairs of bytes.
+    if doubt := _like_narrow_numbers(tokens):
+        warnings.warn(f"`{path}` looks like {doubt}. {read} (`--token-dtype`).", stacklevel=3)
     return tokens
 
 
@@ -205,34 +215,42 @@ _TELLING = 512
 _SAMPLE = 1 << 16
 
 
-def _check_int64(path: Path, tokens: np.ndarray, highest: np.ndarray) -> None:
-    """Raises where three of four quarters of the numbers are 0, in a file long enough to tell."""
+def _int64(tokens: np.ndarray, highest: np.ndarray) -> str | None:
+    """Three of four quarters of the numbers are 0, in a file long enough to tell."""
     size, item = tokens.nbytes, tokens.dtype.itemsize
     low, high = highest[: 4 // item], highest[4 // item : 8 // item]
-    if size % 8 == 0 and size >= _TELLING and low.any() and not (high.any() or highest[3]):
-        raise ValueError(
-            f"`{path}` looks like int64, and is read as {tokens.dtype.name}: most numbers are 0. "
-            "`np.fromfile(path, '<i8').astype('<u4').tofile('tokens.bin')` makes a file of uint32."
-        )
+    if size % 8 or size < _TELLING or not low.any() or high.any() or highest[3]:
+        return None
+    cure = "`np.fromfile(path, '<i8').astype('<u4').tofile('tokens.bin')` makes a file of uint32"
+    return f"int64: most numbers are 0. {cure}"
 
 
 def _doubt(tokens: np.ndarray, codes: int, highest: np.ndarray) -> str | None:
-    """What a file is rather than what was assumed, and the cure; None where nothing says so."""
+    """What a file is rather than what was assumed, and the cure; None unless that is certain."""
     data = _sampled(tokens)
     if name := _like_text(data) or _like_floats(data):
         return f"{name}. {_AS_FLAT}"
-    if tokens.dtype.itemsize > 2:
+    if tokens.dtype.itemsize > 2 or tokens.nbytes < _TELLING or len(tokens) % 2:
         return None
     even, odd = highest[::2].max(), highest[1::2].max()
-    whole, upper = len(tokens) % 2 == 0, (codes - 1) >> 16
+    upper = (codes - 1) >> 16
     # The upper halves of uint32 tokens are tiny numbers, and every second one.
-    if whole and odd <= upper < even:
-        return f"uint32: every second number is at most {odd}. Say so: dtype uint32"
-    if whole and even <= upper < odd:
+    if odd <= upper < even:
+        return f"uint32: every second number is at most {odd}. Say so: `--token-dtype uint32`"
+    if even <= upper < odd:
         return f"uint32 in big-endian order. {_turned('>u4', '<u4')}"
-    if whole and set(np.frombuffer(data, "<u2")[1::2]) == {0, 0xFFFF}:
+    if set(np.frombuffer(data, "<u2")[1::2]) == {0, 0xFFFF}:
         return "int32 with negative numbers, which are no tokens"
-    return _like_bytes(data)
+    return None
+
+
+def _like_narrow_numbers(tokens: np.ndarray) -> str | None:
+    """What a file of 16-bit tokens may be, too, as far as one can tell."""
+    data = _sampled(tokens)
+    if tokens.dtype.itemsize > 2:
+        return None
+    name = next((x for x in ("bfloat16", "float16") if _usual(data, x) > 0.99), None)
+    return f"{name}. {_AS_FLAT}" if name else _like_bytes(data)
 
 
 def _turned(of: str, to: str) -> str:
@@ -248,11 +266,13 @@ def _sampled(tokens: np.ndarray) -> bytes:
 
 
 def _like_text(data: bytes) -> str | None:
-    """Letters, and no control characters: tokens have bytes of all kinds."""
+    """Letters, and no control characters, of many kinds: bytes of tokens are of all, or of few."""
     strange = set(data) & (
         set(range(32)) - set(b"\t\n\r\f") | {127, *range(0xF5, 0x100), 0xC0, 0xC1}
     )
-    return "text" if len(data) >= _TELLING and not strange and _mostly_utf8(data) else None
+    few = min(len(set(data[::2])), len(set(data[1::2]))) < 4
+    text = len(data) >= _TELLING and not strange and not few and _mostly_utf8(data)
+    return "text" if text else None
 
 
 def _mostly_utf8(data: bytes) -> bool:
@@ -261,17 +281,29 @@ def _mostly_utf8(data: bytes) -> bool:
 
 
 def _like_floats(data: bytes) -> str | None:
-    """Numbers of everyday size: read as floats, tokens are tiny, huge or none at all."""
-    for dtype in ("bfloat16", "float64", "float32", "float16"):
-        with np.errstate(invalid="ignore"):
-            x = np.abs(np.frombuffer(data, jnp.dtype(dtype)).astype(np.float64))
-        x = np.where(np.isfinite(x), x, np.inf)[x != 0]
-        usual = (x > 2.0**-14) & (x < 2.0**10)
-        if dtype in ("float32", "float64"):  # of narrow floats, all large ones are whole numbers
-            usual |= (x == np.floor(x)) & (x < 2.0**24)
-        if x.size >= 64 and usual.mean() > 0.99 and len(np.unique(x)) > 16:
+    """Wide floats of everyday size, which are none once their halves are those of two of them.
+
+    Tokens that are would be so from any place on.
+    """
+    for dtype in ("float64", "float32"):
+        if _usual(data, dtype) > 0.99 and _usual(data[2:], dtype) < 0.5:
             return dtype
     return None
+
+
+def _usual(data: bytes, dtype: str) -> float:
+    """The share of numbers of everyday size: read as floats, tokens are tiny, huge or none."""
+    kind = jnp.dtype(dtype)
+    with np.errstate(invalid="ignore"):
+        x = np.frombuffer(data[: len(data) // kind.itemsize * kind.itemsize], kind)
+        x = np.abs(x.astype(np.float64))
+    x = np.where(np.isfinite(x), x, np.inf)[x != 0]
+    if x.size < 64 or len(np.unique(x)) <= 16:
+        return 0.0
+    usual = (x > 2.0**-14) & (x < 2.0**10)
+    if dtype in ("float32", "float64"):  # of narrow floats, all large ones are whole numbers
+        usual |= (x == np.floor(x)) & (x < 2.0**24)
+    return float(usual.mean())
 
 
 def _like_bytes(data: bytes) -> str | None:
@@ -303,5 +335,7 @@ def _other_dtype(tokens: np.ndarray, codes: int) -> str:
         whole = data[: len(data) // dtype.itemsize * dtype.itemsize]
         if dtype != tokens.dtype and np.frombuffer(whole, dtype).max(initial=0) < codes:
             order = "" if name[0] == "<" else " in big-endian order"
-            return f"Read as {dtype.newbyteorder('=').name}{order}, they would all be inside."
+            read = dtype.newbyteorder("=").name
+            cure = f" Say so: `--token-dtype {read}`." if not order else ""
+            return f"Read as {read}{order}, they would all be inside.{cure}"
     return "Choose the vocabulary that the file was made with, or make the file anew."
