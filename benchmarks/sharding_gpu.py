@@ -37,6 +37,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "examples")]
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
+import numpy as np  # noqa: E402
 from jax import P  # noqa: E402
 
 import llama  # noqa: E402
@@ -241,10 +242,9 @@ def same_as_one(devices: list) -> None:
     """Prints how far loss and gradients are from one device's."""
     model = llama.Config(layers=2, width=64, heads=4, kv_heads=2, head_size=16, hidden=128)
     params = llama.init(model, jax.random.key(0))
-    key = jax.random.key(1)
     shape = (len(devices), 64)
-    tokens = jax.random.randint(key, shape, 0, model.codes)
-    rows = Rows(tokens, jnp.zeros(shape, jnp.int32), jnp.roll(tokens, -1, axis=1))
+    tokens = np.random.default_rng(1).integers(0, model.codes, shape, np.int32)
+    rows = Rows(tokens, np.zeros(shape, np.int32), np.roll(tokens, -1, axis=1))
     layouts: dict[str, tuple[dict, dict[str, Any]]] = {
         "dp": ({"dp": len(devices)}, {}),
         "fsdp, two ahead": ({"dp": len(devices)}, {"fsdp": True, "ahead": 2}),

@@ -112,8 +112,8 @@ class softcap(Score):
 
     def __call__(self, s, b, h, q_idx, kv_idx):
         cap = _of_head("softcap(cap)", self.cap, h)
-        accuracy = self.rtol and lax.Tolerance(rtol=self.rtol)
-        return cap * lax.tanh(jnp.asarray(s / cap), accuracy=accuracy or None)
+        accuracy = lax.Tolerance(rtol=self.rtol) if self.rtol else None
+        return cap * lax.tanh(jnp.asarray(s / cap), accuracy=accuracy)
 
     def misfits(self, shape):
         return misfit("softcap(cap)", self.cap, (), shape.h)

@@ -281,7 +281,7 @@ class block_sparse(Mask):
         return layout[q_idx // self.size, kv_idx // self.size]
 
     def misfits(self, shape):
-        count = lambda n: blocks_of(n, self.size) if known(self.size) else None
+        count = lambda n: blocks_of(n, int(self.size)) if known(self.size) else None
         blocks = [count(shape.q), count(shape.k)]
         wrong = misfit("block_sparse(layout)", self.layout, blocks, shape.h)
         return wrong + super().misfits(shape)
