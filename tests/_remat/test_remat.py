@@ -120,8 +120,18 @@ def same(found, expected):
         np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("budget", BUDGETS)
-@pytest.mark.parametrize("name", PROGRAMS)
+# Plans of these take longest; their budgets hold in `test_budget`, here the other programs'.
+DEAR = ("unrolled", "attention")
+
+
+@pytest.mark.parametrize(
+    ("name", "budget"),
+    [
+        pytest.param(name, budget, marks=pytest.mark.slow if name in DEAR and budget == 0.5 else ())
+        for name in PROGRAMS
+        for budget in BUDGETS
+    ],
+)
 def test_values_and_gradients_are_those_of_the_function(name, budget):
     f, lead = PROGRAMS[name]
     p, x = params(*lead), normal(0, 4, 8)

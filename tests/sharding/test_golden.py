@@ -63,7 +63,12 @@ CHECKS = {
 }
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
+SLOW = ("feed forward, tp=8", "layers, 0 ahead")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.slow if n in SLOW else ()) for n in PROGRAMS]
+)
 def test_communication_is_that_of_the_file(name):
     """Promises of rules are kept, or the audit raises; and numbers stay what they were."""
     report = PROGRAMS[name]()

@@ -114,11 +114,11 @@ def two_saved(tmp_path_factory):
 @pytest.mark.parametrize(
     ("pattern", "damage"),
     [
-        ("info/metadata", lambda path: path.unlink()),
         ("x/ocdbt.process_0/d/*", cut),
         *(
             pytest.param(*x, marks=pytest.mark.slow)
             for x in (
+                ("info/metadata", lambda path: path.unlink()),
                 ("info", shutil.rmtree),
                 ("x/_METADATA", lambda path: path.unlink()),
                 ("x/_METADATA", cut),

@@ -134,12 +134,12 @@ def test_a_permute_in_groups_is_a_permute():
 
     mesh = make_mesh(dp=2, cp=4, devices=jax.devices()[:8])
     values = np.arange(16.0).reshape(8, 2)
-    for axes, pairs in (("cp", [(0, 2), (3, 1)]), ("cp", []), (("dp", "cp"), [(0, 7), (7, 3)])):
+    cases = (("cp", [(0, 2), (3, 1)]), ("cp", []), (("dp", "cp"), [(0, 7), (7, 3)]))
+    for (axes, pairs), x in zip(cases, (values, values > 5, values.astype(np.int8)), strict=True):
         f = lambda x, axes=axes, pairs=pairs: lax.ppermute(x, axes, pairs)
         spec = P(("dp", "cp"))
         over = lambda f, spec=spec: jax.shard_map(f, mesh=mesh, in_specs=spec, out_specs=spec)
-        for x in (values, values > 5, values.astype(np.int8)):
-            x = jax.device_put(x, shardings(mesh, spec))
-            found, true = over(in_groups(f, "pp"))(x), over(f)(x)
-            assert found.dtype == true.dtype
-            np.testing.assert_array_equal(found, true)
+        placed = jax.device_put(x, shardings(mesh, spec))
+        found, true = over(in_groups(f, "pp"))(placed), over(f)(placed)
+        assert found.dtype == true.dtype
+        np.testing.assert_array_equal(found, true)
