@@ -338,10 +338,10 @@ class Moved(Mod):
     q: Any = None
     k: Any = None
 
-    def __call__(self, *args):
-        *score, b, h, q_idx, kv_idx = args
-        index = zip(self._moves(), (b, h, q_idx, kv_idx), strict=True)
-        moved = [i if move is None else move(i) for move, i in index]
+    def _called(self, score: tuple, *index: ArrayLike) -> Any:
+        """The other mod at its own places, after the score if it takes one."""
+        moves = zip(self._moves(), index, strict=True)
+        moved = [i if move is None else move(i) for move, i in moves]
         # Who moves the queries says where they are counted from.
         with in_text(is_in_text() and self.q is None):
             return self.mod(*score, *moved)
