@@ -101,6 +101,26 @@ def test_dot_product_attention_is_that_of_jax(options):
         np.testing.assert_allclose(a, b, atol=3e-6)
 
 
+@pytest.mark.usefixtures("unchecked")
+def test_dot_product_attention_takes_lists_and_arrays_as_jax_does():
+    """Numbers in any form are the same numbers."""
+    typed = {
+        "query_seq_lengths": LENGTHS[0],
+        "key_value_seq_lengths": LENGTHS[1],
+        "local_window_size": (3, 1),
+    }
+    loose = {
+        "query_seq_lengths": (4, 9),
+        "key_value_seq_lengths": [7, 13],
+        "local_window_size": np.array([3, 1]),
+    }
+    found = dot_product_attention(q, k, v, **loose)
+    np.testing.assert_array_equal(found, dot_product_attention(q, k, v, **typed))
+    windows = jax.jit(lambda n: dot_product_attention(q, k, v, local_window_size=n))
+    true = jax.nn.dot_product_attention(q, k, v, local_window_size=(3, 1))
+    np.testing.assert_allclose(windows(jnp.array([3, 1])), true, atol=3e-6)
+
+
 def test_dot_product_attention_takes_what_jax_takes():
     ours, theirs = map(inspect.signature, (dot_product_attention, jax.nn.dot_product_attention))
     parts = lambda s: [(p.name, p.kind, p.default) for p in s.parameters.values()]

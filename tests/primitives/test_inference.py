@@ -429,3 +429,11 @@ def test_inside_shard_map(split):
     specs = (of, of, of, jax.P() if split == "heads" else of)
     found = once(jax.shard_map(run, mesh=mesh, in_specs=specs, out_specs=of), q, k, v, lengths)
     np.testing.assert_allclose(found, once(run, q, k, v, lengths), atol=1e-6)
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_pages_may_be_numpy_arrays():
+    q, k, v = problem()
+    pages = paged(k, v)
+    found = paged_attention(np.asarray(q), *map(np.asarray, pages), np.asarray(LENGTHS))
+    np.testing.assert_array_equal(found, paged_attention(q, *pages, LENGTHS))

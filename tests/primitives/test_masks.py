@@ -20,6 +20,7 @@ from xform.primitives.masks import (
     causal_lower_right,
     dilated,
     documents,
+    full,
     global_tokens,
     graph,
     lengths,
@@ -233,6 +234,13 @@ def test_places_print_as_written():
 def test_slices_that_count_from_the_end_are_refused(bad):
     with pytest.raises(ValueError, match=r"`slice\(q=.*nothing here knows the length"):
         causal().slice(q=bad)
+
+
+def test_a_moved_mask_takes_its_indices_by_name():
+    by_name = lambda mask: bool(mask(b=0, h=0, q_idx=0, kv_idx=1))
+    assert by_name(causal().shift(q=1))
+    assert not by_name(causal().shift(q=1).shift(q=-1))
+    assert by_name(causal().slice(q=slice(4, 8)) & full())
 
 
 @pytest.mark.usefixtures("unchecked")

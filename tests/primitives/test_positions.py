@@ -164,3 +164,32 @@ def test_a_tree_stands_where_its_call_says():
         assert at(mask.shift(q=-3))[3:] == alone[:2]
         assert at(mask.slice(q=jnp.array([0, 1, 0, 1, 1])))[:2] == alone[:2]
     assert at(mask) == alone
+
+
+@pytest.mark.parametrize("how", ["decode", pytest.param("pages", marks=pytest.mark.slow)])
+def test_a_tree_may_be_moved_to_where_its_queries_stand(how):
+    """What decoding says by itself, `first` and a shift say too: all three are one mask."""
+    length, start = 17, 11
+    rng = np.random.default_rng(2)
+    q, k, v = (jnp.asarray(rng.normal(size=(2, n, H, 4)), jnp.float32) for n in (NEW, S, S))
+    if how == "decode":
+        attend = lambda mask: decode_attention(q, k, v, length, mask_mod=mask)
+    else:
+        pages = [x.reshape(-1, PAGE, *x.shape[2:]) for x in (k, v)]
+        table = jnp.arange(2 * S // PAGE).reshape(2, -1)
+        attend = lambda mask: paged_attention(q, *pages, table, length, mask_mod=mask)
+    mask = tree(PARENTS, context=start)
+    own = flex_attention(q, k[:, :length], v[:, :length], mask_mod=mask)
+    for same in (
+        mask,
+        mask.shift(q=-start),
+        mask.shift(q=-start + 1).shift(q=-1) & full(),
+        tree(PARENTS, context=start, first=start),
+    ):
+        np.testing.assert_allclose(attend(same), own, atol=3e-6)
+
+
+def test_a_tree_that_is_moved_has_the_parents_that_rows_need():
+    q, k = jnp.ones((1, NEW + 1, H, 4)), jnp.ones((1, S, H, 4))
+    with pytest.raises(ValueError, match=r"`tree\(parents\)` has shape \[6\]; .* \[at least 9\]"):
+        flex_attention(q, k, k, mask_mod=tree(PARENTS).shift(q=2))

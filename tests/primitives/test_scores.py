@@ -213,3 +213,9 @@ def test_only_functions_chain():
         softcap(2.0).__rshift__(PAIRS)  # pyright: ignore[reportArgumentType]
     with pytest.raises(TypeError, match=r"`softcap` is a class: call it"):
         as_score(softcap)  # pyright: ignore[reportArgumentType]
+
+
+def test_a_moved_score_takes_its_indices_by_name():
+    moved = alibi(jnp.array([0.5])).shift(k=3)
+    assert float(moved(1.0, b=0, h=0, kv_idx=1, q_idx=0)) == -1.0
+    assert float(moved(s=1.0, b=0, h=0, q_idx=0, kv_idx=1)) == -1.0

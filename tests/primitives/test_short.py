@@ -43,6 +43,7 @@ def mods_of(mod) -> dict:
 
 ENDS = jnp.array([3, 4, 5])
 SLOPES, VALID, BIAS = jnp.arange(3.0), jnp.ones(8, bool), jnp.ones((11, 11))
+SHORT_BIAS, COUNT = jnp.ones(8), jnp.int32(9)
 OF_HEADS, OF_TEXTS = jnp.ones((H, T, T - 1)), jnp.ones((1, T), bool)
 SHORT_IDS, LONG_IDS = (documents(jnp.zeros((B, n), int)) for n in (8, 14))
 IDS = documents(jnp.zeros((B, T), int))
@@ -62,6 +63,11 @@ SHORT = {
     "one text for two": (lambda b, h, i, j: OF_TEXTS[b, j],
         r"bool\[1, 12\] at b .* 2 batch entries: make it \[2, 12\]; .*`x\[jnp.minimum\(b, 0\)\]`"),
     "what is computed of an array": (lambda s, b, h, i, j: s + jnp.exp(SLOPES)[h], "at h "),
+    "under one that is too weak": (lambda b, h, i, j: (j < 9) & VALID[j], "at kv_idx "),
+    "under one that is weaker yet": (lambda b, h, i, j: (j <= 8) & VALID[j], "at kv_idx "),
+    "under one of another index": (lambda b, h, i, j: (i < 8) & VALID[j],
+        r"at kv_idx .* if none is, `jnp.where\(kv_idx < 8, x\[kv_idx\], 0\)`"),
+    "under one of both": (lambda b, h, i, j: (j <= i) & VALID[j], "at kv_idx "),
     "a jitted function": (jax.jit(lambda b, h, i, j: VALID[j]), "at kv_idx "),
     "a function in a mask object": (causal() & (lambda b, h, i, j: VALID[j]), "bool.8. at kv_idx"),
     "ids in a function": (lambda b, h, i, j: SHORT_IDS(b, h, i, j) & (j <= i),
@@ -113,6 +119,12 @@ FINE = {
     "asked for": lambda b, h, i, j: jnp.take(VALID, j, mode="clip"),
     "filled": lambda b, h, i, j: VALID.at[j].get(mode="fill", fill_value=False),
     "a branch": lambda b, h, i, j: jax.lax.cond(j < 8, lambda: VALID[j], lambda: True),
+    "under a comparison": lambda s, b, h, i, j: jnp.where(j < 8, s + SHORT_BIAS[j], s),
+    "beside a comparison": lambda b, h, i, j: (j <= 7) & VALID[j],
+    "beside its opposite": lambda b, h, i, j: (j > 7) | VALID[j],
+    "with the number first": lambda b, h, i, j: ~(jnp.int32(8) <= j) & VALID[j],
+    "under a number of an array": lambda b, h, i, j: jnp.where(j < COUNT - 1, VALID[j], False),
+    "both under comparisons": lambda b, h, i, j: (i < 8) & (j < 8) & (VALID[i] == VALID[j]),
     "an array as a whole": lambda s, b, h, i, j: s + SLOPES.sum(),
     "ids that fit": lambda b, h, i, j: IDS(b, h, i, j) & (j <= i),
     "ids of a longer text": lambda b, h, i, j: LONG_IDS(b, h, i + 1, j + 2),
@@ -129,6 +141,17 @@ def test_reads_that_know_their_range_are_accepted(name, entry):
     if name == "a part of a mask" and entry not in ("flex_attention", "reference"):
         pytest.skip("there, the part would have to have places for all positions of a text")
     run(entry, **mods_of(FINE[name]))
+
+
+def test_a_read_under_a_comparison_means_what_it_says():
+    """Values behind the end of an array have no influence, whatever is read there."""
+    q, k, v = jax.random.normal(jax.random.key(0), (3, 1, T, 2, D))
+    found = flex_attention(
+        q, k, v, score_mod=lambda s, b, h, i, j: jnp.where(j < 8, s + SHORT_BIAS[j], s)
+    )
+    bias = jnp.append(SHORT_BIAS, jnp.zeros(T - 8))
+    true = flex_attention(q, k, v, score_mod=lambda s, b, h, i, j: s + bias[j])
+    np.testing.assert_allclose(found, true, atol=1e-6)
 
 
 @pytest.mark.parametrize("shape", [(0, T), (T, 0), (0, 0)])

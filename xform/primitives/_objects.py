@@ -60,12 +60,13 @@ def blocks_of(places: int | None, size: int) -> int | None:
     return type(places)(-(-int(places) // size))
 
 
-# Whether a mod is called with positions in a text, as decoding does, and not with rows of q.
-_IN_TEXT: ContextVar[bool] = ContextVar("in_text", default=False)
+# Whether a mod is called with positions in a text, as decoding does; False where such queries were
+# moved and are counted from elsewhere, None where they are the rows of q.
+_IN_TEXT: ContextVar[bool | None] = ContextVar("in_text", default=None)
 
 
 @contextmanager
-def in_text(yes: bool = True) -> Iterator[None]:
+def in_text(yes: bool | None = True) -> Iterator[None]:
     """Within, queries are counted from the beginning of a text, as its keys are.
 
     Few masks ask (`is_in_text`): those whose queries are counted from elsewhere otherwise.
@@ -79,7 +80,12 @@ def in_text(yes: bool = True) -> Iterator[None]:
 
 def is_in_text() -> bool:
     """Whether the queries of a mod are counted from the beginning of a text."""
-    return _IN_TEXT.get()
+    return _IN_TEXT.get() is True
+
+
+def are_rows() -> bool:
+    """Whether the queries of a mod are all those of a call, and not some positions of a text."""
+    return _IN_TEXT.get() is None
 
 
 class _Object:
@@ -338,16 +344,19 @@ class Moved(Mod):
     q: Any = None
     k: Any = None
 
-    def __call__(self, *args):
-        *score, b, h, q_idx, kv_idx = args
-        index = zip(self._moves(), (b, h, q_idx, kv_idx), strict=True)
-        moved = [i if move is None else move(i) for move, i in index]
-        # Who moves the queries says where they are counted from.
-        with in_text(is_in_text() and self.q is None):
+    def _called(self, score: tuple, *index: ArrayLike) -> Any:
+        """The other mod at its own places, after the score if it takes one."""
+        moves = zip(self._moves(), index, strict=True)
+        moved = [i if move is None else move(i) for move, i in moves]
+        with self._within():
             return self.mod(*score, *moved)
 
     def _moves(self) -> tuple:
         return self.b, self.h, self.q, self.k
+
+    def _within(self):
+        """Who moves the queries of a text says where they are counted from."""
+        return in_text(_IN_TEXT.get() and self.q is None)
 
     def misfits(self, shape):
         wrong = [
@@ -363,7 +372,7 @@ class Moved(Mod):
         ]
         moves = zip(self._moves(), shape, strict=True)
         inner = Shape(*(n if move is None else move.reach(n) for move, n in moves))
-        with in_text(is_in_text() and self.q is None):
+        with self._within():
             return wrong + self.mod.misfits(inner)
 
     def __repr__(self):

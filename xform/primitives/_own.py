@@ -84,7 +84,7 @@ def _at(
     """Of a slice of these sizes, which starts so along these dimensions."""
     if len(starts) != len(dims):
         return {}
-    named = {d: _name(program, names, start) for d, start in zip(dims, starts, strict=True)}
+    named = {d: name_of(program, names, start) for d, start in zip(dims, starts, strict=True)}
     return {d: name for d, name in named.items() if name and sizes[d] == 1}
 
 
@@ -106,7 +106,7 @@ _SAME = ("broadcast_in_dim", "reshape", "squeeze", "convert_element_type", "copy
 """Operations after which one number is the same one."""
 
 
-def _name(program: Jaxpr, names: Names, x) -> str | None:
+def name_of(program: Jaxpr, names: Names, x) -> str | None:
     """The name of the index that a number is, None if it is another number."""
     if isinstance(x, Literal):
         return None
@@ -116,7 +116,7 @@ def _name(program: Jaxpr, names: Names, x) -> str | None:
     if eqn is None:
         return None
     if eqn.primitive.name in _SAME:
-        return _name(program, names, eqn.invars[0])
+        return name_of(program, names, eqn.invars[0])
     if eqn.primitive is lax.select_n_p and len(eqn.invars) == 3:
         test, other, wrapped = eqn.invars
         below, added = _maker(program, test), _maker(program, wrapped)
@@ -124,5 +124,5 @@ def _name(program: Jaxpr, names: Names, x) -> str | None:
             zero = below.invars[1]
             same = other is below.invars[0] is added.invars[0]
             if same and isinstance(zero, Literal) and zero.val == 0:
-                return _name(program, names, other)
+                return name_of(program, names, other)
     return None

@@ -184,16 +184,15 @@ def dot_product_attention(
     _check(query, key, value, None, 0.0, None, (), implementation, caller="dot_product_attention")
     sees: Mask = causal() if is_causal else full()
     if local_window_size is not None:
-        left, right = _sides("dot_product_attention", "local_window_size", local_window_size)
+        # JAX takes a pair in any form, one array of both numbers too.
+        window: Any = local_window_size
+        window = tuple(window) if getattr(window, "ndim", 0) == 1 else window
+        left, right = _sides("dot_product_attention", "local_window_size", window)
         sees &= sliding_window(left + 1, right=right)
     if query_seq_lengths is not None or key_value_seq_lengths is not None:
-        for name, n in (
-            ("query_seq_lengths", query_seq_lengths),
-            ("key_value_seq_lengths", key_value_seq_lengths),
-        ):
-            _check_lengths(name, n, len(query))
-        there = key.shape[1] if key_value_seq_lengths is None else key_value_seq_lengths
-        sees &= lengths(there, query_seq_lengths)
+        of_queries = _seq_lengths("query_seq_lengths", query_seq_lengths, len(query))
+        of_keys = _seq_lengths("key_value_seq_lengths", key_value_seq_lengths, len(query))
+        sees &= lengths(key.shape[1] if of_keys is None else of_keys, of_queries)
     shape = (query.shape[0], query.shape[2], query.shape[1], key.shape[1])
     if mask is not None:
         sees &= as_mask(_read(_broadcastable("mask", mask, shape)))
@@ -206,15 +205,17 @@ def dot_product_attention(
     return (out, jnp.reshape(jnp.asarray(aux.lse), given)) if return_residual else out
 
 
-def _check_lengths(name: str, n: ArrayLike | None, batch: int) -> None:
+def _seq_lengths(name: str, n, batch: int):
+    """Lengths as `lengths` takes them: a number as it is, a list as an array."""
     if n is None:
-        return
-    dtype, shape = jnp.result_type(n), jnp.shape(n)
-    if shape not in ((), (batch,)) or not jnp.issubdtype(dtype, jnp.integer):
+        return None
+    x = jnp.asarray(n)
+    if x.shape not in ((), (batch,)) or not jnp.issubdtype(x.dtype, jnp.integer):
         raise ValueError(
-            f"dot_product_attention: `{name}` is {dtype}{list(shape)}; needed are integers, "
+            f"dot_product_attention: `{name}` is {x.dtype}{list(x.shape)}; needed are integers, "
             f"[{batch}] or a scalar."
         )
+    return n if known(n) else x
 
 
 def _broadcastable(name: str, x: ArrayLike, shape: tuple[int, ...]) -> Array:

@@ -253,7 +253,7 @@ def _check_pages(q, k_pages, v_pages, table) -> None:
 
 def _pages_at(pool, numbers):
     """The pages `[B,n]` of a pool as keys `[B,n N,...]`; any page for a number that is none."""
-    pool = pool if len(pool) else jnp.zeros((1, *pool.shape[1:]), pool.dtype)
+    pool = jnp.asarray(pool) if len(pool) else jnp.zeros((1, *pool.shape[1:]), pool.dtype)
     found = pool.at[numbers].get(mode="clip")
     return found.reshape(len(numbers), -1, *pool.shape[2:])
 

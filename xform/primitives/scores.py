@@ -43,7 +43,8 @@ class Score(Mod):
 
 @variant
 class _moved(Moved, Score):
-    pass
+    def __call__(self, s, b, h, q_idx, kv_idx):
+        return self._called((s,), b, h, q_idx, kv_idx)
 
 
 @variant

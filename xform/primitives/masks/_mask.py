@@ -63,7 +63,8 @@ class Mask(Mod):
 
 @variant
 class _moved(Moved, Mask):
-    pass
+    def __call__(self, b, h, q_idx, kv_idx):
+        return self._called((), b, h, q_idx, kv_idx)
 
 
 @variant

@@ -13,6 +13,7 @@ from jax.typing import ArrayLike
 
 from xform.primitives._objects import (
     AtLeast,
+    are_rows,
     blocks_of,
     is_in_text,
     known,
@@ -212,7 +213,7 @@ class tree(Mask):
         return jnp.where(row < 0, node <= row, (node < 0) | leads)
 
     def misfits(self, shape):
-        alone = self.first is None and not is_in_text()
+        alone = self.first is None and are_rows()
         wrong = not_whole("tree(parents)", self.parents)
         wrong += misfit("tree(parents)", self.parents, [shape.q if alone else None], shape.b)
         wrong += misfit("tree(context)", self.context, (), shape.b)
