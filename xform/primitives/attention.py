@@ -144,6 +144,7 @@ def flex_attention(
     _check(q, k, v, sinks, dropout_rate, dropout_key, aux, implementation)
     shape = Shape(q.shape[0], q.shape[2], q.shape[1], k.shape[1])
     _check_mods(score_mod, mask_mod, scale, shape)
+    score_mod, mask_mod = of_pairs(shape, score_mod, mask_mod)
     scale = max(1, q.shape[-1]) ** -0.5 if scale is None else scale
     size = v.shape[-1]
     q, k, v = (jnp.pad(x, [*[(0, 0)] * 3, (0, 1)]) if x.shape[-1] == 0 else x for x in (q, k, v))
@@ -480,6 +481,14 @@ def _check_mods(score_mod, mask_mod, scale, shape: Shape, caller="flex_attention
         raise TypeError(f"`scale` is {scale!r}; needed is a number or a scalar array.")
     if scale is not None and jnp.shape(scale):
         raise ValueError(f"`scale` must be a scalar, found shape {jnp.shape(scale)}.")
+
+
+def of_pairs(sizes: Sequence[int | None], *mods: Callable | None) -> tuple[Callable | None, ...]:
+    """Returns the mods, each None where there is no pair of a query and a key to ask them about.
+
+    Arrays that are made for none are empty, and nothing can be read from them, not even in a trace.
+    """
+    return (None,) * len(mods) if 0 in sizes else mods
 
 
 def check_places(q, score_mod, mask_mod, shape: Shape, caller: str = "flex_attention") -> None:
