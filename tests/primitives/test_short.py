@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from xform.primitives._objects import variant
-from xform.primitives.attention import flex_attention
+from xform.primitives.attention import flex_attention, which
 from xform.primitives.inference import decode_attention, paged_attention
 from xform.primitives.masks import Mask, causal, documents, prefix, tree
 from xform.primitives.scores import alibi
@@ -160,6 +160,26 @@ def test_nothing_is_read_for_no_queries_or_no_keys(shape):
     pairs = jnp.ones((max(1, shape[0]), max(1, shape[1])), bool)
     mask = lambda b, h, i, j: pairs[i, j]
     jax.eval_shape(partial(flex_attention, mask_mod=mask), q, k, k)
+
+
+@pytest.mark.parametrize(
+    "mods",
+    [
+        {"mask_mod": LONG_IDS},
+        {"mask_mod": lambda b, h, i, j: VALID[j]},
+        {"score_mod": lambda s, b, h, i, j: s * SLOPES[h]},
+    ],
+    ids=["ids", "a function", "a score"],
+)
+def test_which_refuses_what_attention_refuses(mods):
+    """In the same words."""
+    with pytest.raises(ValueError, match=r"^flex_attention: ") as refused:
+        run("flex_attention", **mods)
+    for gradient in (False, True):
+        with pytest.raises(ValueError, match=f"^{re.escape(str(refused.value))}$"):
+            which(
+                jnp.ones(X.shape), jnp.ones(X.shape), jnp.ones(X.shape), gradient=gradient, **mods
+            )
 
 
 EMPTY_IDS = documents(jnp.zeros((B, T), int), jnp.zeros((B, 0), int))

@@ -223,6 +223,7 @@ def which(
       evaluated pair by pair for them, and the memory that takes.
 
     Raises:
+      ValueError: on mods that do not fit, as `flex_attention`.
       NotImplementedError: if what was asked for by name can't run, with all reasons.
 
     >>> import jax, jax.numpy as jnp
@@ -232,12 +233,15 @@ def which(
     Choice(name='blockwise', why='asked for by name')
     """
     scale = options.get("scale")
+    shape = Shape(q.shape[0], q.shape[2], q.shape[1], k.shape[1])
+    mods = options.get("score_mod"), options.get("mask_mod")
+    _check_mods(*mods, scale, shape)
+    score, mask = of_pairs(shape, *mods)
     spec, captures, context = _traced(
-        q, options.get("score_mod"), options.get("mask_mod"),
-        q.shape[-1] ** -0.5 if scale is None else scale, float(options.get("dropout_rate", 0.0)),
+        q, score, mask, q.shape[-1] ** -0.5 if scale is None else scale,
+        float(options.get("dropout_rate", 0.0)), shape=shape,
     )  # fmt: skip
-    device = default_device()
-    asked, mask = options.get("implementation"), options.get("mask_mod")
+    device, asked = default_device(), options.get("implementation")
     if gradient:
         floating = (jnp.issubdtype(x.dtype, jnp.floating) for x in captures)
         moving = (True, False, False, True, True, *floating)
