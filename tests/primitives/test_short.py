@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from xform.primitives._objects import variant
-from xform.primitives.attention import flex_attention
+from xform.primitives.attention import flex_attention, which
 from xform.primitives.inference import decode_attention, paged_attention
-from xform.primitives.masks import Mask, causal, documents
+from xform.primitives.masks import Mask, causal, documents, prefix, tree
 from xform.primitives.scores import alibi
 from xform.sharding.mesh import make_mesh, shardings
 
@@ -160,6 +160,61 @@ def test_nothing_is_read_for_no_queries_or_no_keys(shape):
     pairs = jnp.ones((max(1, shape[0]), max(1, shape[1])), bool)
     mask = lambda b, h, i, j: pairs[i, j]
     jax.eval_shape(partial(flex_attention, mask_mod=mask), q, k, k)
+
+
+@pytest.mark.parametrize(
+    "mods",
+    [
+        {"mask_mod": LONG_IDS},
+        {"mask_mod": lambda b, h, i, j: VALID[j]},
+        {"score_mod": lambda s, b, h, i, j: s * SLOPES[h]},
+    ],
+    ids=["ids", "a function", "a score"],
+)
+def test_which_refuses_what_attention_refuses(mods):
+    """In the same words."""
+    with pytest.raises(ValueError, match=r"^flex_attention: ") as refused:
+        run("flex_attention", **mods)
+    for gradient in (False, True):
+        with pytest.raises(ValueError, match=f"^{re.escape(str(refused.value))}$"):
+            which(
+                jnp.ones(X.shape), jnp.ones(X.shape), jnp.ones(X.shape), gradient=gradient, **mods
+            )
+
+
+EMPTY_IDS = documents(jnp.zeros((B, T), int), jnp.zeros((B, 0), int))
+NOTHING = {
+    "no texts": ((0, T, T), documents(jnp.zeros((0, T), int)) | prefix(jnp.zeros(0, int))),
+    "no keys": ((B, T, 0), EMPTY_IDS),
+    "no queries": ((B, 0, T), tree(jnp.zeros(0, int))),
+    "no keys for a function": ((B, T, 0), lambda b, h, i, j: jnp.zeros(0)[j] > 0),
+    "no keys for a score": ((B, T, 0), lambda s, b, h, i, j: s + jnp.zeros(0)[j]),
+}
+
+
+@pytest.mark.parametrize("name", NOTHING)
+def test_empty_arrays_are_not_read(name):
+    (batch, t, s), mod = NOTHING[name]
+    q, k = jnp.ones((batch, t, H, D)), jnp.ones((batch, s, H, D))
+    for implementation in (None, "reference"):
+        out = flex_attention(q, k, k, implementation=implementation, **mods_of(mod))
+        np.testing.assert_array_equal(out, np.zeros(q.shape))
+
+
+@pytest.mark.parametrize("sizes", [(0, 1, 4), (2, 1, 0), (2, 0, 4)], ids=str)
+def test_empty_arrays_are_not_read_in_decoding(sizes):
+    """No texts, no room for keys, no queries."""
+    batch, t, s = sizes
+    q, k = jnp.ones((batch, t, H, D)), jnp.ones((batch, s, H, D))
+    mask = documents(jnp.zeros((batch, s), int)) & (
+        lambda b, h, i, j: jnp.zeros((batch, s))[b, j] < 1
+    )
+    lengths = jnp.zeros(batch, int)
+    out = decode_attention(q, k, k, lengths, mask_mod=mask)
+    np.testing.assert_array_equal(out, np.zeros(q.shape))
+    pages, table = jnp.ones((3, 2, H, D)), jnp.zeros((batch, s // 2), int)
+    out = paged_attention(q, pages, pages, table, lengths, mask_mod=mask)
+    np.testing.assert_array_equal(out, np.zeros(q.shape))
 
 
 def test_what_a_mod_sees_of_a_vmap_is_one_member():

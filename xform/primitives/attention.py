@@ -144,6 +144,7 @@ def flex_attention(
     _check(q, k, v, sinks, dropout_rate, dropout_key, aux, implementation)
     shape = Shape(q.shape[0], q.shape[2], q.shape[1], k.shape[1])
     _check_mods(score_mod, mask_mod, scale, shape)
+    score_mod, mask_mod = of_pairs(shape, score_mod, mask_mod)
     scale = max(1, q.shape[-1]) ** -0.5 if scale is None else scale
     size = v.shape[-1]
     q, k, v = (jnp.pad(x, [*[(0, 0)] * 3, (0, 1)]) if x.shape[-1] == 0 else x for x in (q, k, v))
@@ -222,6 +223,7 @@ def which(
       evaluated pair by pair for them, and the memory that takes.
 
     Raises:
+      ValueError: on mods that do not fit, as `flex_attention`.
       NotImplementedError: if what was asked for by name can't run, with all reasons.
 
     >>> import jax, jax.numpy as jnp
@@ -231,12 +233,15 @@ def which(
     Choice(name='blockwise', why='asked for by name')
     """
     scale = options.get("scale")
+    shape = Shape(q.shape[0], q.shape[2], q.shape[1], k.shape[1])
+    mods = options.get("score_mod"), options.get("mask_mod")
+    _check_mods(*mods, scale, shape)
+    score, mask = of_pairs(shape, *mods)
     spec, captures, context = _traced(
-        q, options.get("score_mod"), options.get("mask_mod"),
-        q.shape[-1] ** -0.5 if scale is None else scale, float(options.get("dropout_rate", 0.0)),
+        q, score, mask, q.shape[-1] ** -0.5 if scale is None else scale,
+        float(options.get("dropout_rate", 0.0)), shape=shape,
     )  # fmt: skip
-    device = default_device()
-    asked, mask = options.get("implementation"), options.get("mask_mod")
+    device, asked = default_device(), options.get("implementation")
     if gradient:
         floating = (jnp.issubdtype(x.dtype, jnp.floating) for x in captures)
         moving = (True, False, False, True, True, *floating)
@@ -480,6 +485,14 @@ def _check_mods(score_mod, mask_mod, scale, shape: Shape, caller="flex_attention
         raise TypeError(f"`scale` is {scale!r}; needed is a number or a scalar array.")
     if scale is not None and jnp.shape(scale):
         raise ValueError(f"`scale` must be a scalar, found shape {jnp.shape(scale)}.")
+
+
+def of_pairs(sizes: Sequence[int | None], *mods: Callable | None) -> tuple[Callable | None, ...]:
+    """Returns the mods, each None where there is no pair of a query and a key to ask them about.
+
+    Arrays that are made for none are empty, and nothing can be read from them, not even in a trace.
+    """
+    return (None,) * len(mods) if 0 in sizes else mods
 
 
 def check_places(q, score_mod, mask_mod, shape: Shape, caller: str = "flex_attention") -> None:

@@ -39,6 +39,7 @@ from xform.primitives.attention import (
     _check_mods,
     _with_sinks,
     check_places,
+    of_pairs,
 )
 from xform.primitives.block_map import EMPTY, block_map
 
@@ -255,7 +256,7 @@ def _pages_at(pool, numbers):
     """The pages `[B,n]` of a pool as keys `[B,n N,...]`; any page for a number that is none."""
     pool = jnp.asarray(pool) if len(pool) else jnp.zeros((1, *pool.shape[1:]), pool.dtype)
     found = pool.at[numbers].get(mode="clip")
-    return found.reshape(len(numbers), -1, *pool.shape[2:])
+    return found.reshape(len(numbers), found.shape[1] * found.shape[2], *pool.shape[2:])
 
 
 def _cut(q, k, splits: int | None, room: int) -> tuple[int, int]:
@@ -280,13 +281,18 @@ def _over_parts(
     shape = Shape(q.shape[0], q.shape[2], kept.length, kept.length)
     with in_text():
         _check_mods(score_mod, mask_mod, options["scale"], shape, caller)
+        score_mod, mask_mod = of_pairs((*q.shape[:3], kept.length), score_mod, mask_mod)
         check_places(q, score_mod, mask_mod, shape, caller)
     seen = _named(partial(_seen, kept, lengths, q.shape[1], mask_mod), mask_mod)
     attend = partial(_part, q, kept, lengths, score_mod, seen, options)
     rows = q.shape[:3]
     wide = jnp.promote_types(q.dtype, jnp.float32)
     count = -(-kept.length // kept.part) if kept.part else 1
-    if count <= 1 or q.size == 0:
+    nothing = jnp.zeros((*rows, v_size), wide), jnp.full(rows, -jnp.inf, wide)
+    nothing = tuple(join_axes((*nothing, q, lengths, *kept.arrays))[:2])
+    if 0 in rows:
+        out, lse = nothing
+    elif count <= 1 or q.size == 0:
         out, lse = attend(0)
     else:
         live = _live(q.shape, kept, lengths, seen, count)
@@ -296,8 +302,6 @@ def _over_parts(
             more = lambda so_far: merge(*map(jnp.stack, both(so_far)))
             return lax.cond(live[n], more, lambda so_far: so_far, so_far), None
 
-        nothing = jnp.zeros((*rows, v_size), wide), jnp.full(rows, -jnp.inf, wide)
-        nothing = tuple(join_axes((*nothing, q, lengths, *kept.arrays))[:2])
         # The backward pass loads each part again: to keep them would be a copy of all the keys.
         step = jax.checkpoint(step, prevent_cse=False)
         (out, lse), _ = lax.scan(step, nothing, jnp.arange(count, dtype=jnp.int32))
@@ -357,8 +361,8 @@ def _part(q, kept: _Keys, lengths, score_mod, seen, options: dict, n):
     """Output and log-sum-exp over part `n`, both wide; its splits are entries of the batch."""
     splits, (batch, new, *_) = kept.splits, q.shape
     k, v, start = kept.load(n)
-    k, v = (x.reshape(batch * splits, -1, *x.shape[2:]) for x in (k, v))
-    own, first = k.shape[1], n * kept.part
+    own, first = k.shape[1] // splits, n * kept.part
+    k, v = (x.reshape(batch * splits, own, *x.shape[2:]) for x in (k, v))
 
     def at(b, j):
         """The text and the position of key `j` of entry `b`."""
