@@ -435,5 +435,6 @@ def test_inside_shard_map(split):
 def test_pages_may_be_numpy_arrays():
     q, k, v = problem()
     pages = paged(k, v)
-    found = paged_attention(np.asarray(q), *map(np.asarray, pages), np.asarray(LENGTHS))
+    given: list[Any] = [np.asarray(x) for x in (q, *pages, LENGTHS)]
+    found = paged_attention(*given)
     np.testing.assert_array_equal(found, paged_attention(q, *pages, LENGTHS))

@@ -175,9 +175,9 @@ def test_a_tree_may_be_moved_to_where_its_queries_stand(how):
     if how == "decode":
         attend = lambda mask: decode_attention(q, k, v, length, mask_mod=mask)
     else:
-        pages = [x.reshape(-1, PAGE, *x.shape[2:]) for x in (k, v)]
+        k_pages, v_pages = (x.reshape(-1, PAGE, *x.shape[2:]) for x in (k, v))
         table = jnp.arange(2 * S // PAGE).reshape(2, -1)
-        attend = lambda mask: paged_attention(q, *pages, table, length, mask_mod=mask)
+        attend = lambda mask: paged_attention(q, k_pages, v_pages, table, length, mask_mod=mask)
     mask = tree(PARENTS, context=start)
     own = flex_attention(q, k[:, :length], v[:, :length], mask_mod=mask)
     for same in (
