@@ -32,7 +32,6 @@ class Shape(NamedTuple):
       b, h: batch and query heads.
       q, k: how many queries and keys; where both are counted from the beginning of a text, the
         positions that it can have.
-      new: how many queries there are, if they are not at all places.
     """
 
     b: int | None

@@ -4,7 +4,7 @@ JAX reads the last entry for every index beyond an array's end: ids of 8 tokens 
 without a word. What a mod reads at an index of its own, as it is, must have an entry for each. At
 an index that is computed (`i // 4`, `jnp.minimum(i, 7)`), any array will do: who computes it knows
 its range. Not seen are branches (`lax.cond`), which may not run, and reads with a mode of their own
-(`jnp.take(x, i, mode="clip")`).
+(`jnp.take(x, i, mode="clip")`; of `x.at[i].get(mode="clip")` JAX makes what it makes of `x[i]`).
 
 A read may be guarded: `jnp.where(i < 5, s + x[i], s)` reads an x of 5 entries at every i and uses
 what is there. So a mod that compares the same index with a number that is not beyond the array's
