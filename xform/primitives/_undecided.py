@@ -44,7 +44,8 @@ def remark(mask: Callable, *, maps: int, q_len: int, kv_len: int, q_tile: int, k
     """Returns in words what of a mask is evaluated pair by pair, why, and the cost; "" if nothing.
 
     It is counted for the first batch entry and head. Where the mask reads traced arrays, there is
-    nothing to count: all that might need it is named.
+    nothing to count: operations that may need it are named, but not reads of arrays that do if
+    their values come in no order.
 
     Args:
       mask: the user's.
