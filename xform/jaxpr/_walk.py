@@ -1,5 +1,6 @@
 """Look at a program: every equation, at every depth, with the line that made it."""
 
+import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
@@ -8,7 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import jaxtyping
 
-from xform._compat import Jaxpr, JaxprEqn, user_frames
+from xform._compat import Jaxpr, JaxprEqn, source_info_util, user_frames
 from xform._show import named
 
 UNKNOWN = "unknown"
@@ -177,7 +178,26 @@ def source_line(eqn: JaxprEqn) -> str:
     Where JAX recorded no other, the answer is `"unknown"`: in `lax.map(jnp.sin, x)` no line of the
     user's made the sine.
     """
-    for frame in user_frames(eqn.source_info.traceback):
+    return _line_of(eqn.source_info.traceback)
+
+
+def current_line() -> str:
+    """The same, of the equation whose `at_line` the program is in."""
+    return _line_of(source_info_util.current().traceback)
+
+
+def at_line(eqn: JaxprEqn):
+    """A context in which new equations are of the line of `eqn`.
+
+    An equation without one, inside a function of JAX's, leaves that of the call.
+    """
+    if source_line(eqn) == UNKNOWN:
+        return contextlib.nullcontext()
+    return source_info_util.user_context(eqn.source_info.traceback)
+
+
+def _line_of(traceback) -> str:
+    for frame in user_frames(traceback):
         if not frame.file_name.startswith(_NOT_THE_USERS):
             return f"{named(frame.file_name)}:{frame.start_line} ({frame.function_name})"
     return UNKNOWN
