@@ -22,11 +22,12 @@ from xform._amount import Amount, Polynomial, higher, lower
 from xform._attention_cost import AttentionFlops, attention_work
 from xform._compat import Jaxpr, jaxpr_as_fun
 from xform._cost_rules import RULES, Work, sent
-from xform._costs import ATTENTION, NONE, Cost, Costs, Each, Row, add_up
+from xform._costs import ATTENTION, NONE, Cost, Costs, Count, Each, Row, add_up
 from xform._devices import DTYPES
 from xform._hlo import TARGETS, Kernel, compile_for, read
 from xform._program import Node, Region, content, program, prune, trip_count
-from xform.jaxpr._walk import trace
+from xform._tally import tally
+from xform.jaxpr._trace import jitted_call, trace_call
 
 
 def cost(f: Callable, *, strict: bool = True, compiled: str | None = None) -> Callable[..., Costs]:
@@ -57,8 +58,8 @@ def cost(f: Callable, *, strict: bool = True, compiled: str | None = None) -> Ca
     """
 
     def counted(*args, **kwargs) -> Costs:
-        jaxpr = trace(f, *args, **kwargs)
-        costs = cost_of(jaxpr, jax.tree.leaves((args, kwargs)), strict=strict)
+        call = trace_call(f, args, kwargs)
+        costs = cost_of(call.jaxpr, call.args, strict=strict)
         if compiled is None:
             return costs
         return dataclasses.replace(costs, compiled=_compiled(f, compiled, args, kwargs))
@@ -69,9 +70,10 @@ def cost(f: Callable, *, strict: bool = True, compiled: str | None = None) -> Ca
 def _compiled(f: Callable, name: str, args: Sequence, kwargs: Mapping) -> Cost:
     """What each device runs of a compiled program; a loop without a count, once."""
     if name in TARGETS:
-        done = compile_for(name, lambda *args: f(*args, **kwargs), *args)
+        done = compile_for(name, f, *args, **kwargs)
     else:
-        done = (f if hasattr(f, "lower") else jax.jit(f)).lower(*args, **kwargs).compile()  # pyright: ignore[reportFunctionMemberAccess]
+        jitted, args, kwargs = jitted_call(f, args, kwargs)
+        done = jitted.lower(*args, **kwargs).compile()
     ran = read(done)
     kinds = {kernel.factor for kernel in ran.kernels if kernel.work.matrix}
     moved = ran.total(lambda kernel: kernel.bytes)
@@ -89,33 +91,43 @@ def _products(kind: str, kernel: Kernel) -> int:
 
 def cost_of(jaxpr: Jaxpr, args: Sequence[Any] = (), *, strict: bool = True) -> Costs:
     """Returns what a closed jaxpr costs; `args`, as far as concrete, tell the content of inputs."""
+    if (quick := tally(jaxpr)) is not None:  # nothing in it asks for the content of an input
+        return Costs(jaxpr, lambda: count(jaxpr), quick)
+    found = count(jaxpr, args)
+    if found.unknown and strict:
+        raise NotImplementedError(_no_rule(found.unknown))
+    return Costs(jaxpr, lambda: found)
+
+
+def count(jaxpr: Jaxpr, args: Sequence[Any] = ()) -> Count:
+    """Returns all that is counted of a closed jaxpr."""
     region = program(jaxpr, args)
     counter = _Counter()
     counter.count(region, 1, 1)
-    if counter.unknown and strict:
-        raise NotImplementedError(_no_rule(counter.unknown))
-    low, high = counter.bounds(region) if counter.choices else (None, None)
-    names = {name: node.line for node, name in counter.symbols.items()}
-    lines: dict[str, list[str]] = {}
-    for node in counter.unknown:
-        lines.setdefault(node.name, []).append(node.line)
-    costs = Costs(
+    if counter.choices:
+        low, high = counter.bounds(region)
+    else:
+        low = high = add_up(counter.rows)
+    return Count(
         rows=tuple(counter.rows),
-        low=low or NONE, high=high or NONE,
-        trips=names,
+        low=low, high=high,
+        trips={name: node.line for node, name in counter.symbols.items()},
         attention=tuple((a, n) for _, a, n in counter.attention),
-        unknown={name: tuple(dict.fromkeys(found)) for name, found in lines.items()},
-        jaxpr=jaxpr,
+        unknown=_lines(counter.unknown),
     )  # fmt: skip
-    return costs if low else dataclasses.replace(costs, low=costs.total, high=costs.total)
 
 
-def _no_rule(nodes: Iterable[Node]) -> str:
-    """One error for all primitives without a rule."""
+def _lines(nodes: Iterable[Node]) -> dict[str, tuple[str, ...]]:
+    """The primitives of nodes, each with its lines."""
     lines: dict[str, list[str]] = {}
     for node in nodes:
         lines.setdefault(node.name, []).append(node.line)
-    found = "; ".join(f"`{name}` at {', '.join(dict.fromkeys(at))}" for name, at in lines.items())
+    return {name: tuple(dict.fromkeys(found)) for name, found in lines.items()}
+
+
+def _no_rule(lines: Mapping[str, Sequence[str]]) -> str:
+    """One error for all primitives without a rule."""
+    found = "; ".join(f"`{name}` at {', '.join(at)}" for name, at in lines.items())
     name = next(iter(lines))
     return (
         f"no cost is known of {found}. Register a rule:\n\n"
@@ -282,7 +294,7 @@ def _price(jaxpr: Jaxpr, trips: Sequence[Amount]) -> Work:
     counter = _Counter(trips)
     counter.count(prune(program(jaxpr)), 1, 1)
     if counter.unknown:
-        raise NotImplementedError(_no_rule(counter.unknown))
+        raise NotImplementedError(_no_rule(_lines(counter.unknown)))
     total = add_up(counter.rows)
     kind = next((kind for kind, flops in total.matrix.items() if flops), None)
     return Work(total.matrix_flops, total.other, total.transcendentals, kind=kind)

@@ -19,13 +19,12 @@ from xform.primitives._choose import Device
 
 AGAIN = "computed again"
 
-_LOWERINGS = {"linear_cross_entropy": cross_entropy._impl, "loss_sum": tile_sum._loss_impl}
+LOWERINGS = {"linear_cross_entropy": cross_entropy._impl, "loss_sum": tile_sum._loss_impl}
 
 
-def lowered(eqn: JaxprEqn) -> Jaxpr | None:
-    """The program that the primitive of an equation is lowered to, if it is one of these."""
-    if (impl := _LOWERINGS.get(eqn.primitive.name)) is None:
-        return None
+def lowered(eqn: JaxprEqn) -> Jaxpr:
+    """The program that the primitive of an equation is lowered to, one of `LOWERINGS`."""
+    impl = LOWERINGS[eqn.primitive.name]
     # Counted in the form for any device, whatever was asked for: kernels make the same products.
     device = Device("cpu" if jax.default_backend() == "cpu" else "any", counted=True)
     struct = lambda aval: jax.ShapeDtypeStruct(aval.shape, aval.dtype)

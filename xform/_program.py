@@ -8,6 +8,7 @@ Values are objects: whoever reads one knows what made it, and whether it outlive
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ import numpy as np
 from jax.core import Tracer
 
 from xform._compat import Jaxpr, JaxprEqn, Literal
-from xform._lowered import AGAIN, lowered
+from xform._lowered import AGAIN, LOWERINGS, lowered
 from xform.jaxpr._interpret import called
 from xform.jaxpr._walk import UNKNOWN, carried, source_line
 
@@ -51,11 +52,7 @@ class Value:
     __slots__ = ("aval", "bytes", "escapes", "known", "node", "same_as", "size", "view")
 
     def __init__(self, aval, node: Node | None = None, known: Any = None):
-        self.aval = aval = getattr(aval, "inner_aval", aval)
-        self.size = math.prod(getattr(aval, "shape", ()))
-        dtype = getattr(aval, "dtype", None)
-        on_host = getattr(aval, "memory_space", None) is jax.memory.Space.Host
-        self.bytes = 0 if dtype is None or on_host else self.size * dtype.itemsize
+        self.aval, self.size, self.bytes = _measured(aval)
         self.node = node
         self.known = known
         self.same_as: Value | None = None
@@ -70,6 +67,16 @@ class Value:
 
     def __repr__(self):
         return f"Value({self.aval.str_short()})"
+
+
+@functools.lru_cache(4096)
+def _measured(aval: Any) -> tuple[Any, int, int]:
+    """The type of an array, or of what a reference refers to, with its elements and bytes."""
+    aval = getattr(aval, "inner_aval", aval)
+    size = math.prod(getattr(aval, "shape", ()))
+    dtype = getattr(aval, "dtype", None)
+    on_host = getattr(aval, "memory_space", None) is jax.memory.Space.Host
+    return aval, size, 0 if dtype is None or on_host else size * dtype.itemsize
 
 
 @dataclass(frozen=True, eq=False)
@@ -288,12 +295,27 @@ def _inline(jaxpr: Jaxpr, inputs: Sequence[Value], place: Place, nodes: list[Nod
 
 def called_body(eqn: JaxprEqn, *, lower: bool = True) -> Jaxpr | None:
     """The program that an equation merely calls, or that its primitive is lowered to."""
-    if lower and (body := lowered(eqn)) is not None:
-        return body
-    key = {"custom_partitioning": "call", "composite": "jaxpr"}.get(eqn.primitive.name)
-    if key is not None:
-        return eqn.params[key]
-    return called(eqn) if len(eqn.params) else None
+    name, params = eqn.primitive.name, eqn.params
+    if lower and name in LOWERINGS:
+        return lowered(eqn)
+    if not params:
+        return None
+    if name == "custom_partitioning":
+        return params["call"]
+    body = called(eqn)
+    return _expanded(params["_prim"]) if body is None and "_prim" in params else body
+
+
+def _expanded(prim: Any) -> Jaxpr | None:
+    """The program that a hijax primitive stands for, if it is one of arrays."""
+    if not hasattr(prim, "expand"):
+        return None
+    try:
+        return jax.make_jaxpr(lambda *flat: prim.expand(*prim.in_tree.unflatten(flat)))(
+            *prim.in_avals_flat
+        )
+    except (NotImplementedError, TypeError):
+        return None
 
 
 # The bodies that each structural primitive runs, by label.
@@ -307,6 +329,8 @@ _BODIES = {
     "run_scoped": lambda eqn: [("body", eqn.params["jaxpr"])],
     "run_state": lambda eqn: [("body", eqn.params["jaxpr"])],
 }
+STRUCTURES = frozenset(_BODIES)
+"""The primitives that run bodies of their own."""
 
 
 # ---- which inputs of a body equal a value outside ------------------------------------------------
@@ -392,35 +416,57 @@ def _content(value: Value) -> Any | None:
     return value.known
 
 
+# What a comparison says of its second operand and its first.
+_TURNED = {"lt": "gt", "gt": "lt", "le": "ge", "ge": "le", "ne": "ne"}
+
+
 def trip_count(node: Node) -> int | None:
     """How often a loop runs; None for a while that no constant or concrete argument decides.
 
-    Decided is a counter: `i < n` with `i` carried, started at a known number and raised by one.
+    Decided is a counter: `i < n`, `i > n` or `i != n` with an integer `i` carried, started at a
+    known number and changed by the same number in each turn.
     """
     if node.name == "scan":
         return node.eqn.params["length"]
     params, (test, body) = node.eqn.params, node.regions.values()
-    if len(test.nodes) != 1 or test.nodes[0].name not in ("lt", "gt", "le", "ge"):
+    if len(test.nodes) != 1 or test.nodes[0].name not in _TURNED:
         return None
     (compare,), skip = test.nodes, params["cond_nconsts"]
-    x, y = compare.ins if compare.name in ("lt", "le") else reversed(compare.ins)
+    (x, y), relation = compare.ins, compare.name
     carry = own_inputs(params["cond_jaxpr"], test)[skip:]
-    if x not in carry or test.outputs != [*compare.outs]:
-        return None
-    i = carry.index(x)
     inside = own_inputs(params["body_jaxpr"], body)[params["body_nconsts"] :]
-    step = body.outputs[i].node
-    if step is None or step.name != "add" or x.aval.shape or inside[i] not in step.ins:
+    if test.outputs != [*compare.outs] or x.aval.shape:
         return None
-    by = next((content(v) for v in step.ins if v is not inside[i]), None)
-    start, end = content(node.ins[len(node.ins) - len(carry) + i]), content(y)
-    if (
-        by is None
-        or start is None
-        or end is None
-        or int(by) <= 0
-        or np.asarray(end).dtype.kind not in "iu"
-    ):
+    for counter, other, said in ((x, y, relation), (y, x, _TURNED[relation])):
+        if counter in carry:
+            i = carry.index(counter)
+            start, end = content(node.ins[len(node.ins) - len(carry) + i]), content(other)
+            by = _step(body.outputs[i], inside[i])
+            if not any(n is None or np.asarray(n).dtype.kind not in "iu" for n in (start, end, by)):
+                return _turns(int(start), int(end), int(by), said)
+    return None
+
+
+def _step(after: Value, before: Value) -> int | None:
+    """What a turn adds to a counter."""
+    step = after.node
+    if step is None or step.name not in ("add", "sub") or before not in step.ins:
         return None
-    span = int(end) - int(start) + (compare.name in ("le", "ge"))
-    return max(0, -(-span // int(by)))
+    first, second = step.ins
+    if step.name == "sub" and first is not before:
+        return None
+    by = content(second if first is before else first)
+    return None if by is None else (-1 if step.name == "sub" else 1) * int(by)
+
+
+def _turns(start: int, end: int, by: int, relation: str) -> int | None:
+    """How often `i relation end` holds, for `i` from `start` on; None if for ever."""
+    if relation in ("gt", "ge"):
+        start, end, by, relation = -start, -end, -by, _TURNED[relation]
+    span = end - start + (relation == "le")
+    if relation == "ne":
+        exact = span == 0 or (by != 0 and span % by == 0 and span // by > 0)
+        return (span // by if span else 0) if exact else None
+    if span <= 0:
+        return 0
+    return -(-span // by) if by > 0 else None

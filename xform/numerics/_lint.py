@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 
 from xform._program import Node, Value, program
-from xform.jaxpr._walk import trace
+from xform.jaxpr._trace import trace
 from xform.numerics._patterns import (
     CONTRACTS,
     ROUNDS,
