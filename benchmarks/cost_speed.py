@@ -38,7 +38,7 @@ def f32(*shape: int) -> S:
     return S(shape, jnp.float32)
 
 
-def unrolled(width: int) -> tuple[Callable, ...]:
+def unrolled(width: int) -> tuple[Any, ...]:
     """A loss and its gradients, its layers written out one by one: no equation is shared."""
 
     def loss(ws, x):
@@ -50,7 +50,7 @@ def unrolled(width: int) -> tuple[Callable, ...]:
     return jax.value_and_grad(loss), [f32(width, width)] * 85, f32(32, width)
 
 
-def chain() -> tuple[Callable, ...]:
+def chain() -> tuple[Any, ...]:
     def f(x, y, z, w):
         for _ in range(1334):
             x = x + y + z * w
@@ -59,7 +59,7 @@ def chain() -> tuple[Callable, ...]:
     return f, *[f32(10)] * 4
 
 
-def ragged() -> tuple[Callable, ...]:
+def ragged() -> tuple[Any, ...]:
     """Every equation has a shape of its own: nothing that was learnt of one serves another."""
 
     def f(*xs):
@@ -68,7 +68,7 @@ def ragged() -> tuple[Callable, ...]:
     return f, *[f32(n) for n in range(1, 1335)]
 
 
-def shared() -> tuple[Callable, ...]:
+def shared() -> tuple[Any, ...]:
     """Layers that `jax.jit` traces once and calls often."""
 
     @jax.jit

@@ -438,6 +438,74 @@ def test_kernel_counts_its_body_at_each_point_of_its_grid():
     assert cost(jax.vmap(product))(f32(3, 32, 32), f32(3, 32, 32)).flops == 3 * 2 * 32**3
 
 
+def blocks(kernel, grid, block, whole, inputs=1, scratch=()):
+    spec = pl.BlockSpec(block, lambda *place: (*place, 0)[: len(block)])
+    return pl.pallas_call(
+        kernel, grid=grid, in_specs=[spec] * inputs, out_specs=spec, out_shape=f32(*whole),
+        scratch_shapes=scratch,
+    )  # fmt: skip
+
+
+def first_and_last(x_ref, o_ref, sum_ref):
+    """A sum over the last axis of the grid, as matrix products keep one."""
+
+    @pl.when(pl.program_id(2) == 0)
+    def _():
+        sum_ref[...] = jnp.zeros_like(sum_ref)
+
+    sum_ref[...] += x_ref[...] @ x_ref[...]
+
+    @pl.when(pl.program_id(2) == pl.num_programs(2) - 1)
+    def _():
+        o_ref[...] = jnp.exp(sum_ref[...])
+
+
+def lower_triangle(x_ref, o_ref):
+    i, j = pl.program_id(0), pl.program_id(1)
+
+    @pl.when((i >= j) & (j < 3))
+    def _():
+        o_ref[...] = x_ref[...] @ x_ref[...]
+
+
+def causal_loop(x_ref, o_ref):
+    i = pl.program_id(0)
+    o_ref[...] = jax.lax.fori_loop(0, i + 1, lambda _, c: c @ x_ref[...], jnp.zeros((8, 8)))
+
+
+def test_branches_and_loops_in_a_kernel_count_where_the_grid_takes_them():
+    memory = pl.MemoryRef(jax.core.ShapedArray((8, 8), jnp.float32), pl.ANY)
+    f = blocks(first_and_last, (2, 2, 5), (8, 8), (16, 16), scratch=[memory])
+    costs = counted(f, f32(16, 16))
+    assert costs.matrix_flops == 4 * 5 * PRODUCT
+    assert costs.other_flops == 4 * 5 * 64  # one sum at each point
+    assert costs.transcendentals == 4 * 64  # at the last point of each row
+    assert costs.low == costs.high == costs.total
+    f = blocks(lower_triangle, (4, 4), (8, 8), (32, 32))
+    assert counted(f, f32(32, 32)).matrix_flops == (1 + 2 + 3 + 3) * PRODUCT
+    in_a_branch = cost(lambda p, x: jax.lax.cond(p, f, lambda x: x, x))(S((), bool), f32(32, 32))
+    found = [c.matrix_flops for c in (in_a_branch.low, in_a_branch.total, in_a_branch.high)]
+    assert found == [0, 9 * PRODUCT / 2, 9 * PRODUCT]
+
+
+def test_loops_in_a_kernel_run_as_often_as_each_point_says():
+    f = blocks(causal_loop, (4,), (8, 8), (32, 8))
+    assert counted(f, f32(32, 8)).matrix_flops == (1 + 2 + 3 + 4) * PRODUCT
+    twice = lambda x: jax.lax.scan(lambda c, _: (f(c), None), x, length=2)[0]
+    assert counted(twice, f32(32, 8)).matrix_flops == 2 * 10 * PRODUCT
+
+
+def test_what_a_kernel_reads_leaves_a_choice():
+    def kernel(x_ref, o_ref):
+        @pl.when(x_ref[0, 0] > 0)
+        def _():
+            o_ref[...] = x_ref[...] @ x_ref[...]
+
+    costs = cost(blocks(kernel, (4,), (8, 8), (32, 8)))(f32(32, 8))
+    found = [c.matrix_flops for c in (costs.low, costs.total, costs.high)]
+    assert found == [0, 2 * PRODUCT, 4 * PRODUCT]
+
+
 # ---- bytes and places
 # --------------------------------------------------------------------------------
 

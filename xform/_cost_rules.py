@@ -15,6 +15,7 @@ A rule is `rule(eqn) -> Work`. The conventions, for users to know what a number 
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping
@@ -227,8 +228,8 @@ def _each_time(jaxpr: Jaxpr) -> Work:
     return Work(other=other, transcendentals=functions)
 
 
-def _times(work: Work, times: int, **moved: int) -> Work:
-    return Work(other=work.other * times, transcendentals=work.transcendentals * times, **moved)
+def _times(work: Work, times: int) -> Work:
+    return Work(other=work.other * times, transcendentals=work.transcendentals * times)
 
 
 @cost_rule("reduce")
@@ -324,12 +325,13 @@ def _scatter(eqn: JaxprEqn) -> Work:
     """
     updates, name = eqn.invars[2], eqn.primitive.name
     part, by = nbytes(updates), eqn.params["update_jaxpr"]
-    own = name == "scatter" and by is not None and bool(by.eqns)
-    moved = {"read": part * (1 + (own or name != "scatter")) + nbytes(eqn.invars[1])}
-    if own:
-        return _times(_each_time(by), size(updates), written=part, **moved)
     each = (0, 1, 6 if name == "scatter-mul" else 2)[_weight(aval(updates).dtype)]
-    return Work(other=(name != "scatter") * each * size(updates), written=part, **moved)
+    combines = name != "scatter"
+    work = Work(other=each * size(updates)) if combines else _NOTHING
+    if not combines and by is not None and by.eqns:
+        work, combines = _times(_each_time(by), size(updates)), True
+    read = part * (1 + combines) + nbytes(eqn.invars[1])
+    return dataclasses.replace(work, read=read, written=part)
 
 
 @cost_rule("get", "load", "masked_load")

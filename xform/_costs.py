@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+import numpy as np
+
 from xform._amount import Amount, Polynomial, at, number, ratio
 from xform._attention_cost import AttentionFlops
 from xform._compat import Jaxpr
@@ -95,6 +97,10 @@ ATTENTION = ("flex_attention", "tile_sum")
 type Each = tuple[str, Amount, Amount, Amount, int, int, Mapping[str, Amount] | None]
 
 
+type Times = Amount | np.ndarray
+"""How often something runs; in a kernel that is being counted, at each point of its grid."""
+
+
 class Row:
     """One equation, with what it does once and how often it runs.
 
@@ -108,7 +114,7 @@ class Row:
 
     __slots__ = ("devices", "each", "node", "times")
 
-    def __init__(self, node: Node, each: Each, times: Amount, devices: int):
+    def __init__(self, node: Node, each: Each, times: Times, devices: int):
         self.node, self.each, self.times, self.devices = node, each, times, devices
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -392,25 +392,42 @@ _LINKS = {
 def content(value: Value) -> Any | None:
     """What a value holds, from constants and concrete arguments; None if they don't say."""
     with jax.ensure_compile_time_eval():
-        return _content(value)
+        return content_at(value)
 
 
-def _content(value: Value) -> Any | None:
+# What these hold depends on where they run.
+_PLACED = ("program_id", "num_programs", "axis_index")
+
+
+def content_at(value: Value, here: Callable[[Node], Any] | None = None) -> Any | None:
+    """What a value holds where it runs: `here` tells what a node makes there, or None.
+
+    Without `here`, what is found is kept.
+    """
     if value.known is not None:
         return value.known
     if value.same_as is not None:
-        return _content(value.same_as)
+        return content_at(value.same_as, here)
     node = value.node
-    if node is None or node.regions or node.eqn.effects or value.size > _LARGE:
+    if (
+        node is None
+        or node.regions
+        or value.size > _LARGE
+        or any(x.size > _LARGE for x in node.ins)
+    ):
         return None
-    if any(x.size > _LARGE for x in node.ins) or node.place.axes:
+    if here is not None and (found := here(node)) is not None:
+        return found
+    if node.eqn.effects or node.place.axes or node.name in _PLACED:
         return None
-    args = [_content(x) for x in node.ins]
+    args = [content_at(x, here) for x in node.ins]
     if any(x is None for x in args):
         return None
     eqn = node.eqn
     out = eqn.primitive.bind(*args, **eqn.primitive.get_bind_params(eqn.params))
     results = out if eqn.primitive.multiple_results else [out]
+    if here is not None:
+        return results[node.outs.index(value)]
     for made, result in zip(node.outs, results, strict=True):
         made.known = result
     return value.known
@@ -420,11 +437,12 @@ def _content(value: Value) -> Any | None:
 _TURNED = {"lt": "gt", "gt": "lt", "le": "ge", "ge": "le", "ne": "ne"}
 
 
-def trip_count(node: Node) -> int | None:
+def trip_count(node: Node, look: Callable[[Value], Any] = content) -> Any | None:
     """How often a loop runs; None for a while that no constant or concrete argument decides.
 
     Decided is a counter: `i < n`, `i > n` or `i != n` with an integer `i` carried, started at a
-    known number and changed by the same number in each turn.
+    known number and changed by the same number in each turn. `look` says what values hold; of
+    arrays, one for each of several runs of the loop, the answer is one.
     """
     if node.name == "scan":
         return node.eqn.params["length"]
@@ -435,19 +453,26 @@ def trip_count(node: Node) -> int | None:
     (x, y), relation = compare.ins, compare.name
     carry = own_inputs(params["cond_jaxpr"], test)[skip:]
     inside = own_inputs(params["body_jaxpr"], body)[params["body_nconsts"] :]
-    if test.outputs != [*compare.outs] or x.aval.shape:
+    if test.outputs != [*compare.outs] or x.aval.shape or x.aval.dtype.kind not in "iu":
         return None
     for counter, other, said in ((x, y, relation), (y, x, _TURNED[relation])):
         if counter in carry:
             i = carry.index(counter)
-            start, end = content(node.ins[len(node.ins) - len(carry) + i]), content(other)
-            by = _step(body.outputs[i], inside[i])
-            if not any(n is None or np.asarray(n).dtype.kind not in "iu" for n in (start, end, by)):
-                return _turns(int(start), int(end), int(by), said)
+            start, end = look(node.ins[len(node.ins) - len(carry) + i]), look(other)
+            by = _step(body.outputs[i], inside[i], look)
+            if start is None or end is None or by is None:
+                return None
+            runs = np.broadcast_arrays(*(np.asarray(n, np.int64) for n in (start, end, by)))
+            turns = [
+                _turns(*run, said) for run in zip(*(n.ravel().tolist() for n in runs), strict=True)
+            ]
+            if None in turns:
+                return None
+            return np.array(turns, np.int64) if runs[0].shape else turns[0]
     return None
 
 
-def _step(after: Value, before: Value) -> int | None:
+def _step(after: Value, before: Value, look: Callable[[Value], Any]) -> Any | None:
     """What a turn adds to a counter."""
     step = after.node
     if step is None or step.name not in ("add", "sub") or before not in step.ins:
@@ -455,8 +480,8 @@ def _step(after: Value, before: Value) -> int | None:
     first, second = step.ins
     if step.name == "sub" and first is not before:
         return None
-    by = content(second if first is before else first)
-    return None if by is None else (-1 if step.name == "sub" else 1) * int(by)
+    by = look(second if first is before else first)
+    return by if by is None or step.name == "add" else -np.asarray(by, np.int64)
 
 
 def _turns(start: int, end: int, by: int, relation: str) -> int | None:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
+from jax.core import AbstractValue
 from jax.tree_util import keystr, tree_flatten_with_path
 
 from xform._compat import Jaxpr
@@ -103,7 +104,7 @@ def _on_inputs(f: Callable, leaves: Sequence[Any], tree: Any) -> Callable[..., l
 
 def is_input(x: Any) -> bool:
     """Whether JAX can trace an argument."""
-    if _is_array(x) or isinstance(x, jax.core.AbstractValue):
+    if _is_array(x) or isinstance(x, AbstractValue):
         return True
     try:
         jax.typeof(x)
