@@ -474,7 +474,7 @@ def causal_loop(x_ref, o_ref):
 
 
 def test_branches_and_loops_in_a_kernel_count_where_the_grid_takes_them():
-    memory = pl.MemoryRef(jax.core.ShapedArray((8, 8), jnp.float32), pl.ANY)
+    memory = pl.MemoryRef(jax.typeof(jnp.zeros((8, 8))), pl.ANY)
     f = blocks(first_and_last, (2, 2, 5), (8, 8), (16, 16), scratch=[memory])
     costs = counted(f, f32(16, 16))
     assert costs.matrix_flops == 4 * 5 * PRODUCT

@@ -19,11 +19,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from xform._amount import Amount, Polynomial, higher, lower
+from xform._amount import Amount, Polynomial, higher, lower, ratio
 from xform._attention_cost import AttentionFlops, attention_work
 from xform._compat import Jaxpr
 from xform._cost_rules import RULES, Work, sent
-from xform._costs import ATTENTION, NONE, Cost, Costs, Count, Each, Row, Times, add_up
+from xform._costs import ATTENTION, NONE, Cost, Costs, Count, Each, Row, add_up
 from xform._devices import DTYPES
 from xform._grid import at_each, blocks_moved, places, size_of
 from xform._hlo import TARGETS, Kernel, compile_for, read
@@ -156,7 +156,7 @@ class _Counter:
         self.decided: dict[Node, Cost] = {}  # kernels that leave no choice, and what one run does
         self.at: tuple[np.ndarray, ...] | None = None  # in a kernel, the places of its points
 
-    def count(self, region: Region, times: Times, devices: int) -> None:
+    def count(self, region: Region, times: Any, devices: int) -> None:
         """Adds a row for each node, at every depth; in a kernel, `times` is one of each point."""
         loaded: set = set()
         for node in region.nodes:
@@ -210,7 +210,7 @@ class _Counter:
             n = Polynomial.symbol(name)
         return n
 
-    def _leaf(self, node: Node, times: Times, devices: int, loaded: set) -> None:
+    def _leaf(self, node: Node, times: Any, devices: int, loaded: set) -> None:
         rule, network = RULES.get(node.eqn.primitive.name), None
         if rule is not None:
             work = rule(node.eqn)
@@ -373,4 +373,4 @@ def _summed(x: Any) -> Amount:
 
 
 def _mean(x: Any) -> Amount:
-    return Fraction(_summed(x)) / x.size if isinstance(x, np.ndarray) else x  # pyright: ignore[reportArgumentType]
+    return ratio(_summed(x), x.size) if isinstance(x, np.ndarray) else x

@@ -8,8 +8,6 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-import numpy as np
-
 from xform._amount import Amount, Polynomial, at, number, ratio
 from xform._attention_cost import AttentionFlops
 from xform._compat import Jaxpr
@@ -97,10 +95,6 @@ ATTENTION = ("flex_attention", "tile_sum")
 type Each = tuple[str, Amount, Amount, Amount, int, int, Mapping[str, Amount] | None]
 
 
-type Times = Amount | np.ndarray
-"""How often something runs; in a kernel that is being counted, at each point of its grid."""
-
-
 class Row:
     """One equation, with what it does once and how often it runs.
 
@@ -108,13 +102,14 @@ class Row:
       node: the equation in its place.
       each: what it does, once on one device: kind of product, FLOPs of products, other FLOPs,
         transcendentals, bytes, fused bytes, bytes sent by mesh axis.
-      times: how often each device runs it; of a branch, in the mean over branches.
+      times: how often each device runs it; of a branch, in the mean over branches. While a kernel
+        is counted, an array of that for each point of its grid.
       devices: how many devices do.
     """
 
     __slots__ = ("devices", "each", "node", "times")
 
-    def __init__(self, node: Node, each: Each, times: Times, devices: int):
+    def __init__(self, node: Node, each: Each, times: Any, devices: int):
         self.node, self.each, self.times, self.devices = node, each, times, devices
 
 

@@ -76,7 +76,8 @@ def lower_for(target: str, f: Callable, *args: Any, **kwargs: Any) -> Lowered:
     traced = jitted.trace(*shapes[0], **shapes[1])
     mesh = mesh_of(traced, shapes)
     if mesh is None:
-        here = NamedSharding(target_mesh(target, {"one": 1}), jax.P())
+        # Automatic: of an explicit axis each operation would have to say how it is split.
+        here = NamedSharding(target_mesh(target, {"one": 1}, (AxisType.Auto,)), jax.P())
         placed = jax.tree.map(lambda x: _placed(x, here), shapes, is_leaf=_is_array)
         return jitted.lower(*placed[0], **placed[1])
     there = target_mesh(target, dict(mesh.shape), mesh.axis_types)
