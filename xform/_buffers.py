@@ -228,10 +228,6 @@ class Plan:
             for v in self.region.inputs
             if v in self.stacked and v in self.kept
         ]
-        for v in self.donated:
-            # A loop reads a copy of what a result will overwrite.
-            if loops := [i for i, node in enumerate(nodes) if node.regions and v in node.ins]:
-                spans.append(_Span(self.bytes(v), loops[0], loops[-1], [(loops[0], v)]))
         ending: dict[int, list[_Span]] = {}
         for span in spans:
             ending.setdefault(span.end, []).append(span)

@@ -6,12 +6,12 @@ logits, above all) was there before: it is marked by a name scope, `AGAIN`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import jax
 
-from xform._compat import Jaxpr, JaxprEqn, Var
+from xform._compat import Jaxpr, JaxprEqn, Var, dense_ragged_dot
 from xform.jaxpr import carried
 from xform.lowering._tile_fn import primal
 from xform.primitives import cross_entropy, tile_sum
@@ -19,12 +19,29 @@ from xform.primitives._choose import Device
 
 AGAIN = "computed again"
 
-LOWERINGS = {"linear_cross_entropy": cross_entropy._impl, "loss_sum": tile_sum._loss_impl}
+_LOWERINGS = {"linear_cross_entropy": cross_entropy._impl, "loss_sum": tile_sum._loss_impl}
 
 
-def lowered(eqn: JaxprEqn) -> Jaxpr:
-    """The program that the primitive of an equation is lowered to, one of `LOWERINGS`."""
-    impl = LOWERINGS[eqn.primitive.name]
+type Lowering = Callable[[JaxprEqn], Jaxpr | None]
+
+
+def as_written(eqn: JaxprEqn) -> None:
+    """The lowering that lowers nothing."""
+    del eqn
+
+
+def dense(eqn: JaxprEqn) -> Jaxpr | None:
+    """`lowered`, and what a ragged product is made of but on a TPU: one of all groups, masked."""
+    if eqn.primitive.name != "ragged_dot_general" or eqn.params.get("group_offset") is not None:
+        return lowered(eqn)
+    avals = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.invars]
+    return jax.make_jaxpr(partial(dense_ragged_dot, **eqn.params))(*avals)
+
+
+def lowered(eqn: JaxprEqn) -> Jaxpr | None:
+    """The program that the primitive of an equation is lowered to, if it is one of these."""
+    if (impl := _LOWERINGS.get(eqn.primitive.name)) is None:
+        return None
     # Counted in the form for any device, whatever was asked for: kernels make the same products.
     device = Device("cpu" if jax.default_backend() == "cpu" else "any", counted=True)
     struct = lambda aval: jax.ShapeDtypeStruct(aval.shape, aval.dtype)

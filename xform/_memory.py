@@ -19,6 +19,7 @@ from xform._amount import number
 from xform._buffers import Plan
 from xform._compat import Jaxpr
 from xform._devices import device as known_device
+from xform._lowered import dense, lowered
 from xform._program import Region, Value, merge, own_inputs, program, prune
 from xform._show import Table, page, short
 from xform.jaxpr._trace import given_away, trace_call
@@ -172,13 +173,14 @@ def memory_of(
 ) -> Memory:
     """Returns what a closed jaxpr needs; `args` may carry shardings, `names` are for the report."""
     donated = list(donated) or given_away(jaxpr)
-    region = prune(merge(program(jaxpr)))
+    name = device or jax.default_backend()
+    region = prune(merge(program(jaxpr, lower=lowered if "tpu" in name.lower() else dense)))
     inputs = region.inputs[len(jaxpr.consts) :]
     shares = _shares(region, inputs, args)
     names = list(names) or [f"[{i}]" for i in range(len(inputs))]
     label = {v: f"argument{name}" for v, name in zip(inputs, names, strict=True)}
     matched = _match(inputs, donated, region.outputs)
-    breadth_first = _breadth_first(device or jax.default_backend())
+    breadth_first = _breadth_first(name)
     plan = Plan(region, shares, donated=matched, eager=breadth_first)
     found = plan.peak()
     other = Plan(region, shares, donated=matched, eager=not breadth_first).peak()

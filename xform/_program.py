@@ -19,7 +19,7 @@ import numpy as np
 from jax.core import Tracer
 
 from xform._compat import Jaxpr, JaxprEqn, Literal
-from xform._lowered import AGAIN, LOWERINGS, lowered
+from xform._lowered import AGAIN, Lowering, lowered
 from xform.jaxpr._interpret import called
 from xform.jaxpr._walk import UNKNOWN, carried, source_line
 
@@ -90,7 +90,7 @@ class Place:
         "again" for what is certain to be computed a second time.
       axes: sizes of the mesh axes in sight.
       remat: whether the body is that of a remat that runs again for the backward pass.
-      lower: whether primitives that are lowered to a program stand for that program.
+      lower: which primitives stand for the program that they are lowered to.
     """
 
     parents: tuple[JaxprEqn, ...] = ()
@@ -98,7 +98,7 @@ class Place:
     phase: str = "forward"
     axes: tuple[tuple[str, int], ...] = ()
     remat: bool = False
-    lower: bool = True
+    lower: Lowering = lowered
 
     def of(self, eqn: JaxprEqn) -> tuple[tuple[str, ...], str]:
         """Scope and phase of an equation here."""
@@ -232,14 +232,13 @@ def merge(region: Region) -> Region:
     return region
 
 
-def program(jaxpr: Jaxpr, args: Sequence[Any] = (), *, lower: bool = True) -> Region:
+def program(jaxpr: Jaxpr, args: Sequence[Any] = (), *, lower: Lowering = lowered) -> Region:
     """Returns the regions of a closed jaxpr.
 
     Args:
       jaxpr: the program.
       args: may tell the content of its inputs.
-      lower: whether primitives that are lowered to a program (`xform._lowered`) stand for it; as
-        they are written, they are one node each.
+      lower: gives the program that stands for an equation, or None where that is one node.
     """
     region = _region(jaxpr, Place(lower=lower))
     for value, arg in zip(region.inputs[len(jaxpr.consts) :], args, strict=False):
@@ -273,7 +272,7 @@ def _inline(jaxpr: Jaxpr, inputs: Sequence[Value], place: Place, nodes: list[Nod
 
     for eqn in jaxpr.eqns:
         ins = [read(atom) for atom in eqn.invars]
-        if (body := called_body(eqn, lower=place.lower)) is not None:
+        if (body := called_body(eqn, place.lower)) is not None:
             consts = [Value(jax.typeof(x), known=x) for x in body.consts]
             outs = _inline(body, [*consts, *ins], place.within(eqn), nodes)
             env.update(zip(eqn.outvars, outs, strict=True))
@@ -293,11 +292,11 @@ def _inline(jaxpr: Jaxpr, inputs: Sequence[Value], place: Place, nodes: list[Nod
     return [read(atom) for atom in jaxpr.outvars]
 
 
-def called_body(eqn: JaxprEqn, *, lower: bool = True) -> Jaxpr | None:
+def called_body(eqn: JaxprEqn, lower: Lowering = lowered) -> Jaxpr | None:
     """The program that an equation merely calls, or that its primitive is lowered to."""
     name, params = eqn.primitive.name, eqn.params
-    if lower and name in LOWERINGS:
-        return lowered(eqn)
+    if (body := lower(eqn)) is not None:
+        return body
     if not params:
         return None
     if name == "custom_partitioning":
