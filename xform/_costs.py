@@ -135,6 +135,8 @@ class Costs:
 
     Attributes:
       jaxpr: the program.
+      count: makes the full count.
+      tally: FLOPs and elementary functions of the total, where they are known without it.
       compiled: what each device runs of the compiled program, where that was asked for.
       rows: every equation that runs, with its work.
       low, high: the bounds on the total where branches, or masks read from arrays, leave a choice.
