@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import jax
 
@@ -34,7 +35,8 @@ def dense(eqn: JaxprEqn) -> Jaxpr | None:
     """`lowered`, and what a ragged product is made of but on a TPU: one of all groups, masked."""
     if eqn.primitive.name != "ragged_dot_general" or eqn.params.get("group_offset") is not None:
         return lowered(eqn)
-    avals = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.invars]
+    avals: list[Any] = [v.aval for v in eqn.invars]
+    avals = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in avals]
     return jax.make_jaxpr(partial(dense_ragged_dot, **eqn.params))(*avals)
 
 

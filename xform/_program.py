@@ -462,9 +462,8 @@ def trip_count(node: Node, look: Callable[[Value], Any] = content) -> Any | None
             if start is None or end is None or by is None:
                 return None
             runs = np.broadcast_arrays(*(np.asarray(n, np.int64) for n in (start, end, by)))
-            turns = [
-                _turns(*run, said) for run in zip(*(n.ravel().tolist() for n in runs), strict=True)
-            ]
+            each = zip(*(n.ravel().tolist() for n in runs), strict=True)
+            turns = [_turns(start, end, by, said) for start, end, by in each]
             if None in turns:
                 return None
             return np.array(turns, np.int64) if runs[0].shape else turns[0]
