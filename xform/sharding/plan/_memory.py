@@ -1,0 +1,109 @@
+"""What a device of a layout holds at most, part by part.
+
+Kept for the backward pass is, of a layer and a token, what the table of the precision lists; of a
+pipeline's rank as often as its schedule has microbatches in flight, which the verifier counts.
+Beside it stand parameters, sums of gradients and the optimiser's state, and *workspace*: what exists
+for a while, such as a layer that is being recomputed, gathered parameters, logits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+
+from xform.sharding.plan._compute import BYTES, bytes_of, tokens_of
+from xform.sharding.plan._layout import Layout, layers_of_stages
+from xform.sharding.plan._machine import Machine
+from xform.sharding.plan._model import Model
+from xform.sharding.plan._precision import PRECISIONS, Stream
+from xform.sharding.plan._time import owner, parameters_of_rank
+
+# Of the scores, the weights and dropout's mask, "dense" attention keeps five bytes a pair (arXiv
+# 2205.05198, equation 2).
+SCORES = 5
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of the fullest device.
+
+    Attributes:
+      parameters: where they rest.
+      gradients: their sums.
+      optimizer: moments, and a master copy if there is one.
+      activations: kept for the backward pass, of all microbatches in flight.
+      workspace: what exists for a while.
+    """
+
+    parameters: float
+    gradients: float
+    optimizer: float
+    activations: float
+    workspace: float
+
+    @property
+    def total(self) -> float:
+        """All of it."""
+        return sum(self.parts.values())
+
+    @property
+    def parts(self) -> dict[str, float]:
+        """By name."""
+        return {f.name: getattr(self, f.name) for f in fields(self)}
+
+
+def kept(model: Model, layout: Layout) -> float:
+    """Returns the bytes that a device keeps of a layer, for each of its tokens."""
+    how = PRECISIONS[layout.precision]
+    if layout.recompute == "full":  # what goes into a layer
+        stream = Stream(how.kept.width if not how.cast else 4, 0, 0, 0, 0)
+        return bytes_of(stream._replace(width=4 if how.cast else BYTES), model, layout)
+    scores = SCORES * model.heads * model.length / layout.tp
+    dense = layout.attention == "dense" and layout.recompute == "none"
+    return bytes_of(how.kept, model, layout) + (scores if dense else 0)
+
+
+def memory(model: Model, layout: Layout, tokens: int, in_flight: tuple[int, ...]) -> Memory:
+    """Returns what the fullest device holds.
+
+    Args:
+      model: what is trained.
+      layout: how it is split.
+      tokens: of a batch, over all devices.
+      in_flight: of each rank of the pipeline, microbatches that it holds, counted by stage.
+    """
+    ranks = [_of_rank(model, layout, tokens, r, n) for r, n in enumerate(in_flight)]
+    return max(ranks, key=lambda found: found.total)
+
+
+def _of_rank(model: Model, layout: Layout, tokens: int, rank: int, in_flight: int) -> Memory:
+    how, data = PRECISIONS[layout.precision], layout.group("data").size
+    numbers = parameters_of_rank(model, layout, rank)
+    share = lambda stage: numbers / (data if layout.zero >= stage else 1)
+    counts = layers_of_stages(model.layers, layout.stages)
+    of_rank = [counts[s] for s in range(layout.stages) if owner(layout, s) == rank]
+    n = tokens_of(model, layout, tokens)
+    # Stages of a rank are in flight about as often as each other.
+    layers = sum(of_rank) / len(of_rank)
+    copies = BYTES * sum(of_rank) * sum(p.size for p in model.products) / layout.tp
+    casts = how.cast and layout.recompute != "full"
+    return Memory(
+        parameters=how.parameter * share(3),
+        gradients=how.gradient * share(2),
+        optimizer=how.optimizer * share(1),
+        activations=kept(model, layout) * n * layers * in_flight + (copies if casts else 0),
+        workspace=_workspace(model, layout, n, owner(layout, layout.stages - 1) == rank),
+    )
+
+
+def _workspace(model: Model, layout: Layout, n: int, last: bool) -> float:
+    """Of a layer on its way back: cotangents of its units and of the stream, and what it repeats."""
+    back = Stream(width=0, opens=12, heads=0, keys=0, hidden=8)
+    layer = bytes_of(back, model, layout) * n
+    if layout.recompute == "full":
+        layer += kept(model, replace(layout, recompute="none")) * n
+    weights = sum(p.size for p in model.products) / layout.tp
+    how = PRECISIONS[layout.precision]
+    # Those of this layer, of the next one, and the gradients of both.
+    gathered = (2 * how.gathered + 2 * how.gradient) * weights if layout.zero == 3 else 0
+    logits = 3 * BYTES * n * model.codes / layout.tp if layout.loss == "dense" and last else 0
+    return max(layer + gathered, logits)

@@ -1,0 +1,81 @@
+"""What is kept in which type: of a parameter, and of what a layer leaves for its backward pass."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Stream(NamedTuple):
+    """Bytes for a token, per number of each kind.
+
+    Attributes:
+      width: a number of the stream between blocks; `tp` splits it where it splits positions.
+      opens: a number of the stream as products see it that open a block, gathered over `tp`.
+      heads: a number of queries.
+      keys: a number of keys, and of values.
+      hidden: a feed-forward unit.
+      rows: a row of the stream, whatever its width.
+    """
+
+    width: float
+    opens: float
+    heads: float
+    keys: float
+    hidden: float
+    rows: float = 0.0
+
+
+class Precision(NamedTuple):
+    """How a program stores things.
+
+    Attributes:
+      parameter: bytes of one where it rests.
+      optimizer: bytes that only the optimiser reads: moments, and a master copy if there is one.
+      gradient: bytes that gradients are summed in.
+      sent: bytes that a gradient is sent in.
+      gathered: bytes that a parameter is sent in, where it is gathered.
+      cast: whether parameters are cast to what products multiply; the copies are kept for the
+        backward pass.
+      kept: what a gated layer leaves for its backward pass where nothing is recomputed.
+      forward, backward: what fused loops read and write.
+    """
+
+    parameter: int
+    optimizer: int
+    gradient: int
+    sent: int
+    gathered: int
+    cast: bool
+    kept: Stream
+    forward: Stream
+    backward: Stream
+
+
+# A norm reads x and writes what products read; the sum behind attention reads x and what it adds,
+# and writes x and the next normed; that behind the feed-forward block reads two and writes x. RoPE
+# reads and writes queries and keys. The gate reads two and writes one. Backward, each value comes
+# with its cotangent, and what was cheap is made again.
+_LEAN = dict(
+    # x twice; what products read twice; queries, keys, values; attention's result; gate, up and
+    # what comes of them.
+    kept=Stream(width=4, opens=4, heads=4, keys=2, hidden=6),
+    forward=Stream(width=18, opens=0, heads=4, keys=4, hidden=6),
+    backward=Stream(width=36, opens=0, heads=4, keys=4, hidden=12),
+)
+PRECISIONS = {
+    # bfloat16 policy of `xform.precision` over float32 parameters, as the examples train: the
+    # stream is float32, and JAX's derivative keeps six of its values a layer, two of what products
+    # read, six of the units; of attention the queries, the float32 result and the rounded one. Read
+    # off the loops of the program compiled for an H200.
+    "policy": Precision(
+        4, 8, 4, 4, 4, True,
+        kept=Stream(width=24, opens=4, heads=8, keys=2, hidden=12, rows=16),
+        forward=Stream(width=52, opens=4, heads=20, keys=10, hidden=18),
+        backward=Stream(width=64, opens=4, heads=24, keys=10, hidden=26),
+    ),
+    # bfloat16 parameters beside a float32 master copy; gradients float32 (Llama 3).
+    "mixed": Precision(2, 12, 4, 4, 2, False, **_LEAN),
+    # The same with gradients kept in float32 and sent in 16 bits (Megatron).
+    "mixed16": Precision(2, 12, 4, 2, 2, False, **_LEAN),
+}  # fmt: skip
+"""By name."""
