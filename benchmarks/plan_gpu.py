@@ -21,8 +21,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -50,9 +49,7 @@ from xform.train.data import Rows  # noqa: E402
 BILLION = llama.Config(
     codes=32_768, layers=16, width=2048, heads=16, kv_heads=8, head_size=128, hidden=8192
 )
-SMALL = llama.Config(
-    codes=256, layers=4, width=64, heads=4, kv_heads=2, head_size=16, hidden=128
-)
+SMALL = llama.Config(codes=256, layers=4, width=64, heads=4, kv_heads=2, head_size=16, hidden=128)
 
 
 @dataclass(frozen=True)
@@ -233,7 +230,9 @@ def parts(model: llama.Config, length: int, tiny: bool) -> None:
     )
     x = draw(5, 2**28 // scale)
     stream = 3 * x.nbytes / seconds_of(lambda x, y: x * y + x, x, x[::-1])
-    print(f"memory: {stream / 1e12:.2f} TB/s ({one.device.bandwidth * one.rates.stream / 1e12:.2f})")
+    print(
+        f"memory: {stream / 1e12:.2f} TB/s ({one.device.bandwidth * one.rates.stream / 1e12:.2f})"
+    )
     if jax.device_count() > 1:
         messages(2**26 // scale)
 
@@ -253,7 +252,9 @@ def messages(size: int) -> None:
         run = jax.shard_map(f, mesh=mesh, in_specs=before, out_specs=after)
         s = seconds_of(run, given)
         by = collective(name, 2 * size, Group(2, 1), two)
-        print(f"{name} of {2 * size / 2**20:.0f} MiB: {1e3 * s:.3f} ms ({1e3 * by:.3f})", flush=True)
+        print(
+            f"{name} of {2 * size / 2**20:.0f} MiB: {1e3 * s:.3f} ms ({1e3 * by:.3f})", flush=True
+        )
 
 
 def main() -> None:

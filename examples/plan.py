@@ -5,7 +5,7 @@
     uv run examples/plan.py --check         # published runs beside the planner's word on them
 
 The fastest layouts of each number of GPUs, from a search over all ways to split them; then the two
-splits that it was trained with. On 131,072 GPUs a batch of 16 M tokens is two rows for each pipeline
+splits that it was trained with. On 131,072 GPUs a batch of 16 M tokens is two rows for a pipeline
 of 128: what is lost there is told by the column "bubble", and by "goodput", for a fault comes every
 23 minutes.
 """

@@ -29,7 +29,6 @@ from functools import partial
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import Mesh
@@ -48,7 +47,7 @@ from texts import complaint as complaint
 from texts import sample as sample
 from texts import show
 from xform import Costs, cost, explain, hfu, memory, mfu, numerics
-from xform.sharding import cpu_devices, make_mesh, place, settle, shardings
+from xform.sharding import cpu_devices, make_mesh, settle, shardings
 from xform.sharding.pipeline import Schedule
 from xform.train import files, run
 from xform.train.checkpoint import Checkpoints

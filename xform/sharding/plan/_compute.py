@@ -12,6 +12,7 @@ import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from xform.sharding.pipeline._times import Real
 from xform.sharding.plan._layout import Layout
 from xform.sharding.plan._machine import Machine
 from xform.sharding.plan._messages import collective, send
@@ -31,16 +32,16 @@ class Spent(NamedTuple):
       overhead: gaps between kernels.
     """
 
-    compute: float = 0.0
-    exposed: tuple[tuple[str, float], ...] = ()
-    overhead: float = 0.0
+    compute: Real = 0.0
+    exposed: tuple[tuple[str, Real], ...] = ()
+    overhead: Real = 0.0
 
     @property
-    def total(self) -> float:
+    def total(self) -> Real:
         """All of it."""
         return self.compute + sum(s for _, s in self.exposed) + self.overhead
 
-    def plus(self, other: Spent, times: float = 1.0) -> Spent:
+    def plus(self, other: Spent, times: Real = 1.0) -> Spent:
         """This, and so many times the other."""
         exposed = dict(self.exposed)
         for axis, seconds in other.exposed:
@@ -79,8 +80,8 @@ class Passes:
     first_backward: Spent
     last: Spent
     last_backward: Spent
-    weights: float
-    send: float
+    weights: Real
+    send: Real
 
 
 def tokens_of(model: Model, layout: Layout, tokens: int) -> int:
@@ -88,7 +89,7 @@ def tokens_of(model: Model, layout: Layout, tokens: int) -> int:
     return tokens // (layout.dp * layout.microbatches * layout.cp)
 
 
-def bytes_of(per: Stream, model: Model, layout: Layout) -> float:
+def bytes_of(per: Stream, model: Model, layout: Layout) -> Real:
     """Returns the bytes of a token in a layer, on one device."""
     tp, parts = layout.tp, layout.tp if layout.sequence else 1
     hidden = model.hidden * (1 if model.gated else 2 / 3)
@@ -101,7 +102,7 @@ def bytes_of(per: Stream, model: Model, layout: Layout) -> float:
     )
 
 
-def product(m: float, inner: int, outer: int, on: Machine, dtype: str = "bfloat16") -> float:
+def product(m: Real, inner: int, outer: int, on: Machine, dtype: str = "bfloat16") -> Real:
     """Returns the seconds of a product [m, inner] × [inner, outer].
 
     >>> from xform.sharding.plan import machine
@@ -161,14 +162,14 @@ class _One:
         return Spent(compute, exposed, self._gaps("F"))
 
     def layer_backward(self) -> Spent:
-        products = self.weight_gradients + sum(
-            self._product(p.outer, p.inner) for p in self._split
-        )
+        products = self.weight_gradients + sum(self._product(p.outer, p.inner) for p in self._split)
         attention = self.attention("B")
         # A product's result is read once more to be added up in the gradient's own dtype.
         gradient = self._precision.gradient
         added = 2 * BYTES + gradient * (3 if self.layout.microbatches > 1 else 1)
-        loops = self._streams(self._precision.backward) + self._loop((self._cast + added) * self._parameters)
+        loops = self._streams(self._precision.backward) + self._loop(
+            (self._cast + added) * self._parameters
+        )
         compute = products + attention + loops
         of_data = self._gather + self._scatter
         exposed = (
@@ -179,11 +180,11 @@ class _One:
         return Spent(compute, exposed, self._gaps("B"))
 
     @property
-    def weight_gradients(self) -> float:
+    def weight_gradients(self) -> Real:
         """Of a layer: products of what went in and the cotangent of what came out."""
         return sum(product(p.inner, self.tokens, p.outer, self.on) for p in self._split)
 
-    def attention(self, kind: str) -> float:
+    def attention(self, kind: str) -> Real:
         """The core of attention: two products forward, five backward of which one is a repeat."""
         m, lay, on = self.model, self.layout, self.on
         heads, keys = m.heads / lay.tp, m.length
@@ -221,7 +222,7 @@ class _One:
         return Spent(seconds + self._loop(weights), messages)
 
     @property
-    def send(self) -> float:
+    def send(self) -> Real:
         """A message to the next rank: each device of `tp` sends a part, gathered where it arrives.
 
         (arXiv 2104.04473, section 4.1; where `tp` splits positions, there is nothing to gather.)
@@ -257,50 +258,50 @@ class _One:
         """In how many parts `tp` splits what lies between blocks."""
         return self.layout.tp if self.layout.sequence else 1
 
-    def _product(self, inner: int, outer: int) -> float:
+    def _product(self, inner: int, outer: int) -> Real:
         return product(self.tokens, inner, outer, self.on)
 
-    def _loop(self, nbytes: float) -> float:
+    def _loop(self, nbytes: Real) -> Real:
         return nbytes / (self.on.device.bandwidth * self.on.rates.stream)
 
-    def _streams(self, per: Stream) -> float:
+    def _streams(self, per: Stream) -> Real:
         return self._loop(self.tokens * bytes_of(per, self.model, self.layout))
 
-    def _gaps(self, kind: str) -> float:
+    def _gaps(self, kind: str) -> Real:
         return KERNELS[kind] * self.on.rates.launch
 
-    def _blocks(self, pairs: float) -> float:
+    def _blocks(self, pairs: Real) -> Real:
         """A gather and a scatter of positions, so often; all-reduces send as much."""
         nbytes = BYTES * self.tokens * self.model.width
         return 2 * pairs * self._collective("all-gather", nbytes, "tp")
 
     @property
-    def _of_blocks(self) -> float:
+    def _of_blocks(self) -> Real:
         """Both blocks of a layer: each opens with a gather and closes with a scatter."""
         return self._blocks(2)
 
-    def _keys(self, kind: str, each: int) -> float:
+    def _keys(self, kind: str, each: int) -> Real:
         """Keys and values of a whole row; their gradients go back in float32."""
         m, lay = self.model, self.layout
         numbers = 2 * self.tokens * lay.cp * m.kv_heads * m.head_size / lay.tp
         return self._collective(kind, each * numbers, "cp")
 
     @property
-    def _gather(self) -> float:
+    def _gather(self) -> Real:
         if self.layout.zero < 3:
             return 0.0
         return self._collective("all-gather", self._precision.gathered * self._parameters, "data")
 
     @property
-    def _scatter(self) -> float:
+    def _scatter(self) -> Real:
         if self.layout.zero < 3:
             return 0.0
         sent = self._precision.sent
         return self._collective("reduce-scatter", sent * self._parameters, "data")
 
-    def _collective(self, kind: str, nbytes: float, axis: str) -> float:
+    def _collective(self, kind: str, nbytes: Real, axis: str) -> Real:
         return collective(kind, nbytes, self.layout.group(axis), self.on)
 
-    def _beside(self, axis: str, seconds: float, work: float) -> float:
+    def _beside(self, axis: str, seconds: Real, work: Real) -> Real:
         """What is left of messages for which the layout finds work to hide behind."""
         return max(0.0, seconds - work) if axis in self.layout.overlap else seconds

@@ -14,6 +14,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from xform.sharding.pipeline._times import Real
+
 
 @dataclass(frozen=True)
 class Faults:
@@ -31,9 +33,9 @@ class Faults:
     3.09...
     """
 
-    device_mtbf: float
-    save: float = 10.0
-    restart: float = 600.0
+    device_mtbf: Real
+    save: Real = 10.0
+    restart: Real = 600.0
 
     def __post_init__(self):
         wrong = [
@@ -45,11 +47,11 @@ class Faults:
         if wrong:
             raise ValueError(f"`Faults` needs seconds above 0; found {', '.join(wrong)}.")
 
-    def mtbf(self, devices: int) -> float:
+    def mtbf(self, devices: int) -> Real:
         """Mean seconds between faults of so many devices."""
         return self.device_mtbf / devices
 
-    def interval(self, devices: int) -> float:
+    def interval(self, devices: int) -> Real:
         """Returns the best seconds of work between two checkpoints.
 
         >>> round(Faults(device_mtbf=1e6, save=50).interval(1)) # Young: √(2 · 50 · 10⁶) = 10,000
@@ -61,7 +63,7 @@ class Faults:
         x = self.save / (2 * m)
         return math.sqrt(2 * self.save * m) * (1 + math.sqrt(x) / 3 + x / 9) - self.save
 
-    def goodput(self, devices: int, interval: float | None = None) -> float:
+    def goodput(self, devices: int, interval: Real | None = None) -> Real:
         """Returns the share of the time in which steps are done that stay done.
 
         Args:
@@ -77,4 +79,4 @@ class Faults:
 
 
 FAULTS = Faults(device_mtbf=16384 * 54 * 86400 / 419)
-"""Of Llama 3's 54 days on 16,384 GPUs: 419 faults that nobody had planned (arXiv 2407.21783, table 5)."""
+"""Llama 3's 54 days on 16,384 GPUs: 419 faults nobody had planned (arXiv 2407.21783, table 5)."""

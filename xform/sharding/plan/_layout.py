@@ -11,7 +11,6 @@ from xform.sharding.plan._messages import Group
 from xform.sharding.plan._model import Model
 from xform.sharding.plan._precision import PRECISIONS
 
-
 AXES = ("tp", "cp", "pp", "dp")
 """Innermost first, as they lie on the devices."""
 
@@ -35,6 +34,7 @@ class Layout:
         in memory.
       precision: what is kept in which type, of `PRECISIONS`.
       overlap: axes whose messages run beside what is computed.
+      lockstep: whether one program runs all ranks of a pipeline, in ticks (`one_program`).
 
     >>> Layout(dp=64, tp=8, pp=16).devices
     8192
@@ -54,6 +54,7 @@ class Layout:
     loss: Literal["fused", "dense"] = "fused"
     precision: str = "mixed"
     overlap: tuple[str, ...] = ("dp", "pp")
+    lockstep: bool = False
 
     @property
     def devices(self) -> int:
@@ -85,6 +86,9 @@ class Layout:
         virtual = f"×{self.virtual}" if self.virtual > 1 else ""
         pipeline = f" {self.schedule}{virtual}" if self.pp > 1 else ""
         return f"{sizes} m{self.microbatches}{pipeline} zero{self.zero} {self.recompute}"
+
+
+PLAIN = Layout()
 
 
 def layers_of_stages(layers: int, stages: int) -> tuple[int, ...]:

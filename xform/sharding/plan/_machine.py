@@ -10,6 +10,7 @@ import math
 from dataclasses import dataclass, field, replace
 
 from xform._devices import Device, device
+from xform.sharding.pipeline._times import Real
 
 
 @dataclass(frozen=True)
@@ -29,13 +30,13 @@ class Rates:
       source: where these are from.
     """
 
-    product: float
-    fill: float
-    attention: tuple[float, float]
-    stream: float
-    link: float
-    network: float
-    launch: float
+    product: Real
+    fill: Real
+    attention: tuple[Real, Real]
+    stream: Real
+    link: Real
+    network: Real
+    launch: Real
     units: int
     source: str
 
@@ -76,17 +77,17 @@ class Fabric:
     """
 
     node: int = 8
-    nic: float = 50e9
+    nic: Real = 50e9
     pod: int | None = None
-    oversubscription: float = 1.0
-    link_hop: float = 2e-6
-    network_hop: float = 8e-6
+    oversubscription: Real = 1.0
+    link_hop: Real = 2e-6
+    network_hop: Real = 8e-6
     source: str = "400 Gb/s a device, no oversubscription"
 
 
 FABRICS = {
     "A100": Fabric(
-        nic=25e9, source="Selene: eight ports of 200 Gb/s a node, a full fat tree (arXiv 2104.04473)"
+        nic=25e9, source="eight ports of 200 Gb/s a node, a full fat tree (arXiv 2104.04473)"
     ),
     "H100": Fabric(
         pod=3072, oversubscription=7.0,
@@ -114,14 +115,14 @@ class Machine:
     count: int
     rates: Rates = field(repr=False)
     fabric: Fabric = field(repr=False)
-    usable: float = 0.94
+    usable: Real = 0.94
 
     @property
-    def memory(self) -> float:
+    def memory(self) -> Real:
         """Bytes of a device that a program may have."""
         return self.device.memory * self.usable
 
-    def peak(self, dtype: str = "bfloat16") -> float:
+    def peak(self, dtype: str = "bfloat16") -> Real:
         """FLOP/s of one device at best."""
         return self.device.peak[dtype]
 
@@ -132,7 +133,7 @@ def machine(
     *,
     rates: Rates | None = None,
     fabric: Fabric | None = None,
-    **changes: float | int | str | None,
+    **changes: Real | int | str | None,
 ) -> Machine:
     """Returns so many devices of a kind.
 

@@ -2,17 +2,17 @@
 
 Kept for the backward pass is, of a layer and a token, what the table of the precision lists; of a
 pipeline's rank as often as its schedule has microbatches in flight, which the verifier counts.
-Beside it stand parameters, sums of gradients and the optimiser's state, and *workspace*: what exists
-for a while, such as a layer that is being recomputed, gathered parameters, logits.
+Beside it stand parameters, sums of gradients and the optimiser's state, and *workspace*: what
+exists for a while, such as a layer that is being recomputed, gathered parameters, logits.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
 
+from xform.sharding.pipeline._times import Real
 from xform.sharding.plan._compute import BYTES, bytes_of, tokens_of
 from xform.sharding.plan._layout import Layout, layers_of_stages
-from xform.sharding.plan._machine import Machine
 from xform.sharding.plan._model import Model
 from xform.sharding.plan._precision import PRECISIONS, Stream
 from xform.sharding.plan._time import owner, parameters_of_rank
@@ -34,29 +34,28 @@ class Memory:
       workspace: what exists for a while.
     """
 
-    parameters: float
-    gradients: float
-    optimizer: float
-    activations: float
-    workspace: float
+    parameters: Real
+    gradients: Real
+    optimizer: Real
+    activations: Real
+    workspace: Real
 
     @property
-    def total(self) -> float:
+    def total(self) -> Real:
         """All of it."""
         return sum(self.parts.values())
 
     @property
-    def parts(self) -> dict[str, float]:
+    def parts(self) -> dict[str, Real]:
         """By name."""
         return {f.name: getattr(self, f.name) for f in fields(self)}
 
 
-def kept(model: Model, layout: Layout) -> float:
+def kept(model: Model, layout: Layout) -> Real:
     """Returns the bytes that a device keeps of a layer, for each of its tokens."""
     how = PRECISIONS[layout.precision]
     if layout.recompute == "full":  # what goes into a layer
-        stream = Stream(how.kept.width if not how.cast else 4, 0, 0, 0, 0)
-        return bytes_of(stream._replace(width=4 if how.cast else BYTES), model, layout)
+        return bytes_of(Stream(4 if how.cast else BYTES, 0, 0, 0, 0), model, layout)
     scores = SCORES * model.heads * model.length / layout.tp
     dense = layout.attention == "dense" and layout.recompute == "none"
     return bytes_of(how.kept, model, layout) + (scores if dense else 0)
@@ -86,17 +85,21 @@ def _of_rank(model: Model, layout: Layout, tokens: int, rank: int, in_flight: in
     layers = sum(of_rank) / len(of_rank)
     copies = BYTES * sum(of_rank) * sum(p.size for p in model.products) / layout.tp
     casts = how.cast and layout.recompute != "full"
+    a_pass = kept(model, layout) * n * layers
+    workspace = _workspace(model, layout, n, owner(layout, layout.stages - 1) == rank)
+    if layout.lockstep:  # a tick's forward pass hands over a whole stage's, its backward takes one
+        workspace += 2 * a_pass
     return Memory(
         parameters=how.parameter * share(3),
         gradients=how.gradient * share(2),
         optimizer=how.optimizer * share(1),
-        activations=kept(model, layout) * n * layers * in_flight + (copies if casts else 0),
-        workspace=_workspace(model, layout, n, owner(layout, layout.stages - 1) == rank),
+        activations=a_pass * in_flight + (copies if casts else 0),
+        workspace=workspace,
     )
 
 
-def _workspace(model: Model, layout: Layout, n: int, last: bool) -> float:
-    """Of a layer on its way back: cotangents of its units and of the stream, and what it repeats."""
+def _workspace(model: Model, layout: Layout, n: int, last: bool) -> Real:
+    """Of a layer on its way back: cotangents of its units and the stream, and what it repeats."""
     back = Stream(width=0, opens=12, heads=0, keys=0, hidden=8)
     layer = bytes_of(back, model, layout) * n
     if layout.recompute == "full":

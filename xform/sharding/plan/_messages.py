@@ -1,7 +1,7 @@
 """What messages take: a step's latency times the steps, and bytes over what carries them (α-β).
 
-A group of `n` devices lies `stride` apart: axes are laid out innermost first, `tp`, `cp`, `pp`, `dp`,
-so that the stride of an axis is the product of those inside. Collectives go in rings, as NCCL's do
+A group of `n` devices lies `stride` apart: axes are laid out innermost first, `tp`, `cp`, `pp`,
+`dp`, so that the stride of an axis is the product of those inside. Collectives go in rings, as NCCL's do
 at large sizes: of a gather each device sends (n - 1)/n of the whole, in n - 1 steps. Within a node
 NVLink carries them. Between nodes, a ring enters and leaves a node once for each member that it has
 there, each over its own port; so with g members of a group in a node, a ring's rate is g ports'.
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from xform.sharding.pipeline._times import Real
 from xform.sharding.plan._machine import Machine
 
 # How often the whole array passes a device's port: bytes sent are (n - 1)/n of it, this often.
@@ -31,7 +32,7 @@ class Group(NamedTuple):
     stride: int
 
 
-def rate(group: Group, on: Machine) -> tuple[float, float]:
+def rate(group: Group, on: Machine) -> tuple[Real, Real]:
     """Returns the bytes/s of a device in a ring over the group, and the seconds of a step."""
     n, stride = group
     fabric, links = on.fabric, on.device.network * on.rates.link
@@ -44,7 +45,7 @@ def rate(group: Group, on: Machine) -> tuple[float, float]:
     return min(links, ports), fabric.network_hop
 
 
-def collective(kind: str, nbytes: float, group: Group, on: Machine) -> float:
+def collective(kind: str, nbytes: Real, group: Group, on: Machine) -> Real:
     """Returns the seconds of a collective.
 
     Args:
@@ -66,7 +67,7 @@ def collective(kind: str, nbytes: float, group: Group, on: Machine) -> float:
     return ROUNDS[kind] * (n - 1) * (hop + nbytes / n / per_second)
 
 
-def send(nbytes: float, stride: int, on: Machine) -> float:
+def send(nbytes: Real, stride: int, on: Machine) -> Real:
     """Returns the seconds of a message to the next device of an axis."""
     # Of a pipeline's ranks, those at a pod's edge alone send across; the slowest decides.
     fabric = on.fabric

@@ -1,13 +1,15 @@
 """What is trained: the shape of a transformer, its products and its parameters.
 
-Shapes are those of `examples/llama.py`: a layer is attention and a feed-forward block, each behind a
-norm; before the layers an embedding, after them a norm and the products with a vocabulary.
+Shapes are those of `examples/llama.py`: a layer is attention and a feed-forward block, each behind
+a norm; before the layers an embedding, after them a norm and the products with a vocabulary.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
+
+from xform.sharding.pipeline._times import Real
 
 
 class Product(NamedTuple):
@@ -131,7 +133,7 @@ class Model:
         return self.layers * self.of_layer + sum(self.of_ends)
 
     @property
-    def flops_per_token(self) -> float:
+    def flops_per_token(self) -> Real:
         """Forward and backward, MFU's convention: no recompute, causal attention by half."""
         weights = self.layers * sum(p.size for p in self.products) + self.unembedding.size
         attention = 6 * self.layers * self.length * self.heads * self.head_size

@@ -7,6 +7,7 @@ from typing import Any
 
 from xform._roofline import Utilisation
 from xform._show import Table, as_text, page, si
+from xform.sharding.pipeline._times import Real
 from xform.sharding.plan._faults import FAULTS, Faults
 from xform.sharding.plan._layout import Layout, reasons_against
 from xform.sharding.plan._machine import Machine
@@ -35,17 +36,17 @@ class Plan:
     tokens: int
     step: Step
     memory: Memory
-    bubble: float
+    bubble: Real
     in_flight: tuple[int, ...] = field(repr=False)
     faults: Faults = FAULTS
 
     @property
-    def seconds(self) -> float:
+    def seconds(self) -> Real:
         """Of a step."""
         return self.step.seconds
 
     @property
-    def tokens_per_second(self) -> float:
+    def tokens_per_second(self) -> Real:
         """Of all devices."""
         return self.tokens / self.seconds
 
@@ -58,7 +59,7 @@ class Plan:
         return Utilisation(share, "MFU", f"{what}; of {self.machine.device.name}'s dense peak")
 
     @property
-    def goodput(self) -> float:
+    def goodput(self) -> Real:
         """The share of the time in which steps are done that stay done."""
         return self.faults.goodput(self.machine.count)
 
@@ -107,7 +108,9 @@ class Plan:
 
     def _title(self) -> str:
         on = f"{self.machine.count:,} × {self.machine.device.name}"
-        return f"{self.model.name or 'model'} on {on}, {si(self.tokens)}tokens a step: {self.layout}"
+        return (
+            f"{self.model.name or 'model'} on {on}, {si(self.tokens)}tokens a step: {self.layout}"
+        )
 
     def _tables(self) -> list[Table]:
         of_step = [
@@ -164,7 +167,8 @@ def predict(
 
     >>> from xform.sharding.plan import LLAMA_3_405B, Layout
     >>> from xform.sharding.plan import machine as machine_of
-    >>> split = Layout(dp=64, tp=8, pp=16, microbatches=32, schedule="interleaved", chunks=8, zero=2)
+    >>> interleaved = dict(pp=16, microbatches=32, schedule="interleaved", chunks=8)
+    >>> split = Layout(dp=64, tp=8, zero=2, **interleaved)
     >>> plan = predict(LLAMA_3_405B, machine_of("H100", 8192), split, tokens=2**24)
     >>> round(float(plan.mfu), 2)
     0.43

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from xform.sharding.pipeline._times import Real
+
 
 class Stream(NamedTuple):
     """Bytes for a token, per number of each kind.
@@ -17,12 +19,12 @@ class Stream(NamedTuple):
       rows: a row of the stream, whatever its width.
     """
 
-    width: float
-    opens: float
-    heads: float
-    keys: float
-    hidden: float
-    rows: float = 0.0
+    width: Real
+    opens: Real
+    heads: Real
+    keys: Real
+    hidden: Real
+    rows: Real = 0.0
 
 
 class Precision(NamedTuple):

@@ -13,6 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from xform._show import Table, as_text, page
+from xform.sharding.pipeline._times import Real
 from xform.sharding.plan._layout import Layout
 from xform.sharding.plan._machine import machine
 from xform.sharding.plan._model import LLAMA_3_405B, Model
@@ -35,7 +36,7 @@ class Published:
     devices: int
     layout: Layout
     tokens: int
-    found: float
+    found: Real
     unit: str
     fitted: bool = False
 
@@ -103,15 +104,15 @@ class Checked:
       rows: a run, what the planner says of it, and how far off that is, as a share.
     """
 
-    rows: tuple[tuple[Published, Plan, float], ...]
+    rows: tuple[tuple[Published, Plan, Real], ...]
 
     @property
-    def errors(self) -> tuple[float, ...]:
+    def errors(self) -> tuple[Real, ...]:
         """How far off each is, without sign."""
         return tuple(abs(error) for _, _, error in self.rows)
 
     @property
-    def mean(self) -> float:
+    def mean(self) -> Real:
         """The mean error."""
         return sum(self.errors) / len(self.rows)
 
@@ -131,7 +132,7 @@ class Checked:
     def _table(self) -> Table:
         head = ("run", "GPUs", "length", "recompute", "published", "predicted", "error", "role")
 
-        def cells(row: Published, plan: Plan, error: float) -> tuple[str, ...]:
+        def cells(row: Published, plan: Plan, error: Real) -> tuple[str, ...]:
             show = (lambda x: f"{x:.1%}") if row.unit == "MFU" else (lambda x: f"{x:.2f} s")
             value = float(plan.mfu) if row.unit == "MFU" else plan.seconds
             return (

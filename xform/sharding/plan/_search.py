@@ -13,9 +13,10 @@ from itertools import product
 from typing import Any
 
 from xform._show import Table, as_text, page, si
+from xform.sharding.pipeline._times import Real
 from xform.sharding.plan._compute import passes
 from xform.sharding.plan._faults import FAULTS, Faults
-from xform.sharding.plan._layout import Layout, reasons_against
+from xform.sharding.plan._layout import PLAIN, Layout, reasons_against
 from xform.sharding.plan._machine import Machine
 from xform.sharding.plan._memory import memory
 from xform.sharding.plan._model import Model
@@ -98,7 +99,7 @@ def search(
     machine: Machine,
     tokens: int,
     *,
-    base: Layout = Layout(),
+    base: Layout = PLAIN,
     faults: Faults = FAULTS,
     show: int = 8,
     simulated: int = 12,
@@ -171,7 +172,7 @@ def layouts(model: Model, machine: Machine, tokens: int, base: Layout) -> Iterat
                 yield replace(base, **sizes, **more)  # pyright: ignore[reportArgumentType]
 
 
-def bound(model: Model, machine: Machine, layout: Layout, tokens: int) -> float:
+def bound(model: Model, machine: Machine, layout: Layout, tokens: int) -> Real:
     """Returns about the least seconds of a step: the busiest rank's, and the way there and back.
 
     Messages of a step's end are left out.
@@ -183,7 +184,7 @@ def bound(model: Model, machine: Machine, layout: Layout, tokens: int) -> float:
     return layout.microbatches * max(ranks) + through + 2 * (layout.stages - 1) * work.send
 
 
-def _needs(model: Model, machine: Machine, layout: Layout, tokens: int) -> float:
+def _needs(model: Model, machine: Machine, layout: Layout, tokens: int) -> Real:
     held = held_of(layout)
     return memory(model, layout, tokens, held).total
 

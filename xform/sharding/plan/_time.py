@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from xform.sharding.pipeline import Schedule, Times, build, simulate, verify
+from xform.sharding.pipeline._times import Real
 from xform.sharding.plan._compute import Passes, Spent, passes
 from xform.sharding.plan._layout import Layout, layers_of_stages
 from xform.sharding.plan._machine import Machine
@@ -33,23 +34,23 @@ class Step:
       overhead: gaps between kernels.
     """
 
-    compute: float
-    exposed: dict[str, float]
-    bubble: float
-    overhead: float
+    compute: Real
+    exposed: dict[str, Real]
+    bubble: Real
+    overhead: Real
 
     @property
-    def communication(self) -> float:
+    def communication(self) -> Real:
         """All messages that nothing hides."""
         return sum(self.exposed.values())
 
     @property
-    def seconds(self) -> float:
+    def seconds(self) -> Real:
         """The whole step."""
         return self.compute + self.communication + self.bubble + self.overhead
 
     @property
-    def parts(self) -> dict[str, float]:
+    def parts(self) -> dict[str, Real]:
         """The four kinds, in seconds."""
         return {
             "compute": self.compute,
@@ -69,8 +70,8 @@ class Pipelined:
       in_flight: for each rank, microbatches begun and not ended, counted by stage.
     """
 
-    end: float
-    bubble: float
+    end: Real
+    bubble: Real
     in_flight: tuple[int, ...]
 
 
@@ -108,10 +109,11 @@ def _some(layout: Layout) -> int:
 def pipelined(layout: Layout, times: Times) -> Pipelined:
     """Returns what all microbatches of a step take."""
     count, some = layout.microbatches, _some(layout)
-    one = simulate(schedule_of(layout, some), times)
+    one = simulate(schedule_of(layout, some), times, lockstep=layout.lockstep)
     if some == count:
         return Pipelined(one.end, one.bubble, in_flight(layout))
-    more = simulate(schedule_of(layout, some + layout.pp), times)
+    longer = schedule_of(layout, some + layout.pp)
+    more = simulate(longer, times, lockstep=layout.lockstep)
     rounds = (count - some) / layout.pp
     end = one.end + rounds * (more.end - one.end)
     # Work is the same for all microbatches.
@@ -131,8 +133,8 @@ class Work:
 
     forward: tuple[Spent, ...]
     backward: tuple[Spent, ...]
-    weights: float
-    send: float
+    weights: Real
+    send: Real
 
     @property
     def times(self) -> Times:
@@ -211,7 +213,7 @@ def step(model: Model, on: Machine, layout: Layout, tokens: int) -> tuple[Step, 
     return Step(spent.compute + update, exposed, bubble, spent.overhead), found
 
 
-def _window(layout: Layout, one: float, layers: float) -> float:
+def _window(layout: Layout, one: Real, layers: Real) -> Real:
     """The work beside which a rank's gradients are summed, or its parameters gathered.
 
     A layer's gradients can go once its last microbatch is done, so all but the last one's go beside
@@ -223,7 +225,7 @@ def _window(layout: Layout, one: float, layers: float) -> float:
     return one * max(0.0, layers - 1)
 
 
-def _data(model: Model, on: Machine, layout: Layout) -> tuple[float, float]:
+def _data(model: Model, on: Machine, layout: Layout) -> tuple[Real, Real]:
     """Seconds of the sums of gradients, and of the gathers of parameters, once in a step."""
     largest = max(parameters_of_rank(model, layout, rank) for rank in range(layout.pp))
     state, group = PRECISIONS[layout.precision], layout.group("data")
@@ -235,7 +237,7 @@ def _data(model: Model, on: Machine, layout: Layout) -> tuple[float, float]:
     return per("reduce-scatter", state.sent), per("all-gather", state.gathered)
 
 
-def _update(model: Model, on: Machine, layout: Layout) -> float:
+def _update(model: Model, on: Machine, layout: Layout) -> Real:
     """The optimiser's pass over a device's part of its state."""
     largest = max(parameters_of_rank(model, layout, rank) for rank in range(layout.pp))
     state = PRECISIONS[layout.precision]
