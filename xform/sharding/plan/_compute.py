@@ -91,15 +91,12 @@ def tokens_of(model: Model, layout: Layout, tokens: int) -> int:
 
 def bytes_of(per: Stream, model: Model, layout: Layout) -> Real:
     """Returns the bytes of a token in a layer, on one device."""
-    tp, parts = layout.tp, layout.tp if layout.sequence else 1
-    hidden = model.hidden * (1 if model.gated else 2 / 3)
-    keys = 2 * model.kv_heads * model.head_size
-    return (
-        per.width * model.width / parts
-        + per.opens * model.width
-        + (per.heads * model.heads * model.head_size + per.keys * keys + per.hidden * hidden) / tp
-        + per.rows / parts
-    )
+    parts = layout.tp if layout.sequence else 1
+    heads, keys = (n * model.head_size for n in (model.heads, 2 * model.kv_heads))
+    units = (per.hidden + (per.gate if model.gated else 0)) * model.hidden
+    whole = per.width * model.width + per.rows
+    split = per.heads * heads + per.keys * keys + units
+    return whole / parts + per.opens * model.width + split / layout.tp
 
 
 def product(m: Real, inner: int, outer: int, on: Machine, dtype: str = "bfloat16") -> Real:

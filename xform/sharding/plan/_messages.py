@@ -1,7 +1,7 @@
 """What messages take: a step's latency times the steps, and bytes over what carries them (α-β).
 
 A group of `n` devices lies `stride` apart: axes are laid out innermost first, `tp`, `cp`, `pp`,
-`dp`, so that the stride of an axis is the product of those inside. Collectives go in rings, as NCCL's do
+`dp`, so that the stride of an axis is the product of those inside. Collectives go in rings, as NCCL
 at large sizes: of a gather each device sends (n - 1)/n of the whole, in n - 1 steps. Within a node
 NVLink carries them. Between nodes, a ring enters and leaves a node once for each member that it has
 there, each over its own port; so with g members of a group in a node, a ring's rate is g ports'.

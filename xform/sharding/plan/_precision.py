@@ -16,6 +16,7 @@ class Stream(NamedTuple):
       heads: a number of queries.
       keys: a number of keys, and of values.
       hidden: a feed-forward unit.
+      gate: a unit's gate, where there is one.
       rows: a row of the stream, whatever its width.
     """
 
@@ -24,6 +25,7 @@ class Stream(NamedTuple):
     heads: Real
     keys: Real
     hidden: Real
+    gate: Real = 0.0
     rows: Real = 0.0
 
 
@@ -38,7 +40,7 @@ class Precision(NamedTuple):
       gathered: bytes that a parameter is sent in, where it is gathered.
       cast: whether parameters are cast to what products multiply; the copies are kept for the
         backward pass.
-      kept: what a gated layer leaves for its backward pass where nothing is recomputed.
+      kept: what a layer leaves for its backward pass where nothing is recomputed.
       forward, backward: what fused loops read and write.
     """
 
@@ -58,11 +60,11 @@ class Precision(NamedTuple):
 # reads and writes queries and keys. The gate reads two and writes one. Backward, each value comes
 # with its cotangent, and what was cheap is made again.
 _LEAN = dict(
-    # x twice; what products read twice; queries, keys, values; attention's result; gate, up and
-    # what comes of them.
-    kept=Stream(width=4, opens=4, heads=4, keys=2, hidden=6),
-    forward=Stream(width=18, opens=0, heads=4, keys=4, hidden=6),
-    backward=Stream(width=36, opens=0, heads=4, keys=4, hidden=12),
+    # x twice; what products read twice, in parts, gathered again; queries, keys, values, attention's
+    # result; of the units two values, gate and up, or what goes in and what comes out.
+    kept=Stream(width=8, opens=0, heads=4, keys=2, hidden=4),
+    forward=Stream(width=18, opens=0, heads=4, keys=2, hidden=4, gate=2),
+    backward=Stream(width=36, opens=0, heads=4, keys=2, hidden=8, gate=4),
 )
 PRECISIONS = {
     # bfloat16 policy of `xform.precision` over float32 parameters, as the examples train: the
@@ -71,9 +73,9 @@ PRECISIONS = {
     # off the loops of the program compiled for an H200.
     "policy": Precision(
         4, 8, 4, 4, 4, True,
-        kept=Stream(width=24, opens=4, heads=8, keys=2, hidden=12, rows=16),
-        forward=Stream(width=52, opens=4, heads=20, keys=10, hidden=18),
-        backward=Stream(width=64, opens=4, heads=24, keys=10, hidden=26),
+        kept=Stream(width=24, opens=4, heads=8, keys=2, hidden=6, gate=6, rows=16),
+        forward=Stream(width=52, opens=4, heads=20, keys=10, hidden=10, gate=8),
+        backward=Stream(width=64, opens=4, heads=24, keys=10, hidden=14, gate=12),
     ),
     # bfloat16 parameters beside a float32 master copy; gradients float32 (Llama 3).
     "mixed": Precision(2, 12, 4, 4, 2, False, **_LEAN),

@@ -103,6 +103,8 @@ def in_flight(layout: Layout) -> tuple[int, ...]:
 def _some(layout: Layout) -> int:
     """The fewest microbatches that differ from all by whole rounds, and reach the steady state."""
     ranks, enough = layout.pp, 2 * layout.pp
+    if layout.lockstep:  # ticks settle later, if at all
+        return layout.microbatches
     return min(layout.microbatches, enough + layout.microbatches % ranks)
 
 
@@ -199,7 +201,7 @@ def step(model: Model, on: Machine, layout: Layout, tokens: int) -> tuple[Step, 
     work = work_of(model, layout, each)
     found = pipelined(layout, work.times)
     spent = work.of_rank(layout.microbatches, layout.pp)
-    bubble = found.end * found.bubble
+    bubble = max(0.0, found.end * found.bubble)
     sums, gathers = _data(model, on, layout)
     per_layer = model.layers / layout.pp
     behind = _window(layout, each.backward.total, per_layer)
