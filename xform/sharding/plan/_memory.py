@@ -12,10 +12,10 @@ from dataclasses import dataclass, fields, replace
 
 from xform.sharding.pipeline._times import Real
 from xform.sharding.plan._compute import BYTES, bytes_of, tokens_of
-from xform.sharding.plan._layout import Layout, layers_of_stages
+from xform.sharding.plan._layout import Layout
 from xform.sharding.plan._model import Model
 from xform.sharding.plan._precision import PRECISIONS, Stream
-from xform.sharding.plan._time import owner, parameters_of_rank
+from xform.sharding.plan._time import layers_of_rank, parameters_of_rank, stages_of
 
 # Of the scores, the weights and dropout's mask, "dense" attention keeps five bytes a pair (arXiv
 # 2205.05198, equation 2).
@@ -70,23 +70,27 @@ def memory(model: Model, layout: Layout, tokens: int, in_flight: tuple[int, ...]
       tokens: of a batch, over all devices.
       in_flight: of each rank of the pipeline, microbatches that it holds, counted by stage.
     """
-    ranks = [_of_rank(model, layout, tokens, r, n) for r, n in enumerate(in_flight)]
+    layers = layers_of_rank(model, layout)
+    ranks = [
+        _of_rank(model, layout, tokens, r, each)
+        for r, each in enumerate(zip(layers, in_flight, strict=True))
+        # Ranks hold less and less; of equal ones the first and the last have an end besides.
+        if r in (0, 1, layout.pp - 1) or layers[r] != layers[r - 1]
+    ]
     return max(ranks, key=lambda found: found.total)
 
 
-def _of_rank(model: Model, layout: Layout, tokens: int, rank: int, in_flight: int) -> Memory:
+def _of_rank(model: Model, layout: Layout, tokens: int, rank: int, each: tuple[int, int]) -> Memory:
+    layers, in_flight = each
     how, data = PRECISIONS[layout.precision], layout.group("data").size
     numbers = parameters_of_rank(model, layout, rank)
     share = lambda stage: numbers / (data if layout.zero >= stage else 1)
-    counts = layers_of_stages(model.layers, layout.stages)
-    of_rank = [counts[s] for s in range(layout.stages) if owner(layout, s) == rank]
     n = tokens_of(model, layout, tokens)
-    # Stages of a rank are in flight about as often as each other.
-    layers = sum(of_rank) / len(of_rank)
-    copies = BYTES * sum(of_rank) * sum(p.size for p in model.products) / layout.tp
+    copies = BYTES * layers * sum(p.size for p in model.products) / layout.tp
     casts = how.cast and layout.recompute != "full"
-    a_pass = kept(model, layout) * n * layers
-    workspace = _workspace(model, layout, n, owner(layout, layout.stages - 1) == rank)
+    # Stages of a rank are in flight about as often as each other.
+    a_pass = kept(model, layout) * n * layers / layout.virtual
+    workspace = _workspace(model, layout, n, layout.stages - 1 in stages_of(layout)[rank])
     if layout.lockstep:  # a tick's forward pass hands over a whole stage's, its backward takes one
         workspace += 2 * a_pass
     return Memory(

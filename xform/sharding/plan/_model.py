@@ -7,6 +7,7 @@ a norm; before the layers an embedding, after them a norm and the products with 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from xform.sharding.pipeline._times import Real
@@ -93,7 +94,7 @@ class Model:
         names = ("layers", "width", "heads", "kv_heads", "head_size", "hidden", "codes")
         return cls(**{name: getattr(config, name) for name in names}, length=length, **more)
 
-    @property
+    @cached_property
     def products(self) -> tuple[Product, ...]:
         """The matrices of a layer."""
         D, d = self.width, self.head_size
@@ -116,7 +117,7 @@ class Model:
         """The products with the vocabulary."""
         return Product("unembed", self.width, self.codes, "column")
 
-    @property
+    @cached_property
     def of_layer(self) -> int:
         """Parameters of a layer: its matrices and two norms."""
         return sum(p.size for p in self.products) + 2 * self.width

@@ -178,21 +178,31 @@ def work_of(model: Model, layout: Layout, each: Passes) -> Work:
 
 def parameters_of_rank(model: Model, layout: Layout, rank: int) -> int:
     """Returns how many parameters a device of a pipeline's rank has, whole over `dp`."""
-    counts, last = layers_of_stages(model.layers, layout.stages), layout.stages - 1
-    owned = [s for s in range(layout.stages) if owner(layout, s) == rank]
-    ends = model.of_ends
-    numbers = sum(counts[s] for s in owned) * model.of_layer
+    owned, ends = stages_of(layout)[rank], model.of_ends
+    numbers = layers_of_rank(model, layout)[rank] * model.of_layer
+    last = layout.stages - 1
     numbers += (0 in owned) * ends[0] + (last in owned) * ends[1]
-    if model.tied and layout.stages > 1 and last in owned and 0 not in owned:
+    if model.tied and last in owned and 0 not in owned:
         numbers += ends[0]
     return -(-numbers // layout.tp)
 
 
-def owner(layout: Layout, stage: int) -> int:
-    """Returns the rank of a stage: in turns, or forth and back."""
-    turn, place = divmod(stage, layout.pp)
-    back = layout.schedule in ("zb-v", "dualpipe-v") and turn % 2
-    return layout.pp - 1 - place if back else place
+def layers_of_rank(model: Model, layout: Layout) -> tuple[int, ...]:
+    """Returns how many layers each rank of the pipeline has."""
+    counts = layers_of_stages(model.layers, layout.stages)
+    return tuple(sum(counts[s] for s in owned) for owned in stages_of(layout))
+
+
+def stages_of(layout: Layout) -> tuple[tuple[int, ...], ...]:
+    """Returns the stages of each rank: in turns, or, where there are two in a V, forth and back."""
+    return _stages_of(layout.pp, layout.virtual, layout.schedule in ("zb-v", "dualpipe-v"))
+
+
+@lru_cache(256)
+def _stages_of(ranks: int, virtual: int, back: bool) -> tuple[tuple[int, ...], ...]:
+    if back:
+        return tuple((rank, 2 * ranks - 1 - rank) for rank in range(ranks))
+    return tuple(tuple(range(rank, ranks * virtual, ranks)) for rank in range(ranks))
 
 
 def step(model: Model, on: Machine, layout: Layout, tokens: int) -> tuple[Step, Pipelined]:
