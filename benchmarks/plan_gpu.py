@@ -263,7 +263,7 @@ def main() -> None:
     )
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--skip-parts", action="store_true")
-    parser.add_argument("--seconds", type=float, default=200, help="after which no row begins")
+    parser.add_argument("--seconds", type=float, default=170, help="after which no row begins")
     given, start = parser.parse_args(), time.perf_counter()
     if given.tiny:
         jax.config.update("jax_platforms", "cpu")

@@ -19,7 +19,7 @@ from parallel import Layout
 from tests.sharding.plan.shapes import SMALL, built, cases, predict
 from xform._hlo import compile_for
 from xform.sharding import make_mesh, plan, shardings
-from xform.sharding.plan._memory import kept
+from xform.sharding.plan._compute import kept
 from xform.train.data import Rows
 
 MIDDLE = llama.Config(

@@ -53,13 +53,17 @@ class Spent(NamedTuple):
         )
 
 
-KERNELS = {"F": 16, "B": 36}
 # Bytes of a score of attention in memory: written by the product, read and written by softmax and
 # by dropout with its mask, read by the product.
 DENSE = {"F": 6 * BYTES + 1, "B": 8 * BYTES + 1}
-# How much longer than its three products the backward pass of the fused loss takes: 43.8 ms for
-# 34.2 (benchmarks/RESULTS.md, "Cross entropy on a GPU").
-FUSED_LOSS = 1.28
+# Bytes of a logit that the fused loss moves on its way back, in chunks: what is left of 43.8 ms
+# beside three products (benchmarks/RESULTS.md, "Cross entropy on a GPU").
+FUSED_LOSS = 12
+
+
+# Of the scores, the weights and dropout's mask, "dense" attention keeps five bytes a pair (arXiv
+# 2205.05198, equation 2).
+SCORES = 5
 
 
 @dataclass(frozen=True)
@@ -97,6 +101,16 @@ def bytes_of(per: Stream, model: Model, layout: Layout) -> Real:
     whole = per.width * model.width + per.rows
     split = per.heads * heads + per.keys * keys + units
     return whole / parts + per.opens * model.width + split / layout.tp
+
+
+def kept(model: Model, layout: Layout) -> Real:
+    """Returns the bytes that a device keeps of a layer, for each of its tokens."""
+    how = PRECISIONS[layout.precision]
+    if layout.recompute == "full":  # what goes into a layer
+        return bytes_of(Stream(4 if how.cast else BYTES, 0, 0, 0, 0), model, layout)
+    scores = SCORES * model.heads * model.length / layout.tp
+    dense = layout.attention == "dense" and layout.recompute == "none"
+    return bytes_of(how.kept, model, layout) + (scores if dense else 0)
 
 
 def product(m: Real, inner: int, outer: int, on: Machine, dtype: str = "bfloat16") -> Real:
@@ -215,8 +229,9 @@ class _One:
         if lay.loss == "dense":
             seconds = (forward if kind == "F" else both) + self._loop(dense[kind] + weights)
             return Spent(seconds, messages)
-        seconds = forward if kind == "F" else FUSED_LOSS * (forward + both)
-        return Spent(seconds + self._loop(weights), messages)
+        if kind == "F":
+            return Spent(forward + self._loop(weights), messages)
+        return Spent(forward + both + self._loop(weights + FUSED_LOSS * logits), messages)
 
     @property
     def send(self) -> Real:
@@ -262,10 +277,12 @@ class _One:
         return nbytes / (self.on.device.bandwidth * self.on.rates.stream)
 
     def _streams(self, per: Stream) -> Real:
-        return self._loop(self.tokens * bytes_of(per, self.model, self.layout))
+        moved = bytes_of(per, self.model, self.layout)
+        moved += self._precision.stacked / 2 * kept(self.model, self.layout)
+        return self._loop(self.tokens * moved)
 
     def _gaps(self, kind: str) -> Real:
-        return KERNELS[kind] * self.on.rates.launch
+        return self._precision.kernels[kind == "B"] * self.on.rates.launch
 
     def _blocks(self, pairs: Real) -> Real:
         """A gather and a scatter of positions, so often; all-reduces send as much."""

@@ -43,21 +43,22 @@ class Rates:
 
 RATES = {
     "A100": Rates(
-        0.91, 200, (0.55, 0.45), 0.85, 0.78, 0.90, 3e-6, 108,
+        0.91, 200, (0.55, 0.45), 0.85, 0.78, 0.90, 1.5e-6, 108,
         "products: fitted to GPT-3 175B of arXiv 2205.05198, table 5, with selective recompute; "
         "attention: arXiv 2307.08691, figures 4 and 6; links: nccl-tests, 235 of 300 GB/s on a "
         "node of eight",
     ),
     "H100": Rates(
-        0.61, 200, (0.55, 0.52), 0.85, 0.80, 0.85, 3e-6, 132,
+        0.62, 300, (0.55, 0.52), 0.85, 0.80, 0.85, 1.5e-6, 132,
         "products: fitted to Llama 3 405B on 8,192 GPUs (arXiv 2407.21783, table 4); attention: "
         "cuDNN's at 16k causal on an H200, benchmarks/RESULTS.md; links: nccl-tests, 360 of "
         "450 GB/s on a node of eight",
     ),
     "H200": Rates(
-        0.76, 200, (0.59, 0.38), 0.83, 0.80, 0.85, 3e-6, 132,
-        "products, attention (8k causal, grouped, one order of addition) and memory: "
-        "benchmarks/RESULTS.md, at 700 W; links: as an H100's",
+        0.67, 300, (0.59, 0.38), 0.83, 0.80, 0.85, 1.5e-6, 132,
+        "products: what two programs of benchmarks/RESULTS.md leave for theirs, 566 TFLOP/s at a "
+        "width of 2,048 and 623 at 4,096 (alone, 694 to 755 of 8,192³); attention: its table at 8k causal, "
+        "grouped, one order of addition; links: as an H100's",
     ),
 }  # fmt: skip
 """By the name of the device."""

@@ -8,18 +8,14 @@ exists for a while, such as a layer that is being recomputed, gathered parameter
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 
 from xform.sharding.pipeline._times import Real
-from xform.sharding.plan._compute import BYTES, bytes_of, tokens_of
+from xform.sharding.plan._compute import BYTES, bytes_of, kept, tokens_of
 from xform.sharding.plan._layout import Layout
 from xform.sharding.plan._model import Model
 from xform.sharding.plan._precision import PRECISIONS, Stream
 from xform.sharding.plan._time import layers_of_rank, parameters_of_rank, stages_of
-
-# Of the scores, the weights and dropout's mask, "dense" attention keeps five bytes a pair (arXiv
-# 2205.05198, equation 2).
-SCORES = 5
 
 
 @dataclass(frozen=True)
@@ -49,16 +45,6 @@ class Memory:
     def parts(self) -> dict[str, Real]:
         """By name."""
         return {f.name: getattr(self, f.name) for f in fields(self)}
-
-
-def kept(model: Model, layout: Layout) -> Real:
-    """Returns the bytes that a device keeps of a layer, for each of its tokens."""
-    how = PRECISIONS[layout.precision]
-    if layout.recompute == "full":  # what goes into a layer
-        return bytes_of(Stream(4 if how.cast else BYTES, 0, 0, 0, 0), model, layout)
-    scores = SCORES * model.heads * model.length / layout.tp
-    dense = layout.attention == "dense" and layout.recompute == "none"
-    return bytes_of(how.kept, model, layout) + (scores if dense else 0)
 
 
 def memory(model: Model, layout: Layout, tokens: int, in_flight: tuple[int, ...]) -> Memory:
@@ -104,10 +90,9 @@ def _of_rank(model: Model, layout: Layout, tokens: int, rank: int, each: tuple[i
 
 def _workspace(model: Model, layout: Layout, n: int, last: bool) -> Real:
     """Of a layer on its way back: cotangents of its units and the stream, and what it repeats."""
-    back = Stream(width=0, opens=12, heads=0, keys=0, hidden=8)
+    again = layout.recompute == "full"
+    back = Stream(0, opens=20 if again else 12, heads=0, keys=0, hidden=10 if again else 8)
     layer = bytes_of(back, model, layout) * n
-    if layout.recompute == "full":
-        layer += kept(model, replace(layout, recompute="none")) * n
     weights = sum(p.size for p in model.products) / layout.tp
     how = PRECISIONS[layout.precision]
     # Those of this layer, of the next one, and the gradients of both.

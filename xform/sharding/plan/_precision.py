@@ -41,7 +41,9 @@ class Precision(NamedTuple):
       cast: whether parameters are cast to what products multiply; the copies are kept for the
         backward pass.
       kept: what a layer leaves for its backward pass where nothing is recomputed.
+      stacked: how often that is moved beside: into a stack of all layers and out of it.
       forward, backward: what fused loops read and write.
+      kernels: how many run in a layer, forward and backward.
     """
 
     parameter: int
@@ -51,8 +53,10 @@ class Precision(NamedTuple):
     gathered: int
     cast: bool
     kept: Stream
+    stacked: int
     forward: Stream
     backward: Stream
+    kernels: tuple[int, int]
 
 
 # A norm reads x and writes what products read; the sum behind attention reads x and what it adds,
@@ -60,22 +64,27 @@ class Precision(NamedTuple):
 # reads and writes queries and keys. The gate reads two and writes one. Backward, each value comes
 # with its cotangent, and what was cheap is made again.
 _LEAN = dict(
-    # x twice; what products read twice, in parts, gathered again; queries, keys, values, attention's
-    # result; of the units two values, gate and up, or what goes in and what comes out.
+    # x twice; what products read twice, in parts, gathered again; queries, keys, values and what
+    # attention makes; of the units two values, gate and up, or what goes in and what comes out.
     kept=Stream(width=8, opens=0, heads=4, keys=2, hidden=4),
+    stacked=0,
     forward=Stream(width=18, opens=0, heads=4, keys=2, hidden=4, gate=2),
     backward=Stream(width=36, opens=0, heads=4, keys=2, hidden=8, gate=4),
+    kernels=(32, 72),
 )
 PRECISIONS = {
     # bfloat16 policy of `xform.precision` over float32 parameters, as the examples train: the
-    # stream is float32, and JAX's derivative keeps six of its values a layer, two of what products
-    # read, six of the units; of attention the queries, the float32 result and the rounded one. Read
-    # off the loops of the program compiled for an H200.
+    # stream is float32. All of it is read off the program compiled for an H200: JAX's derivative of
+    # a scan keeps six values of the stream a layer, two of what products read, six of the units,
+    # and of attention the queries, the float32 result and the rounded one. They are written as
+    # zeros, copied into stacks of all layers, and out again.
     "policy": Precision(
         4, 8, 4, 4, 4, True,
         kept=Stream(width=24, opens=4, heads=8, keys=2, hidden=6, gate=6, rows=16),
-        forward=Stream(width=52, opens=4, heads=20, keys=10, hidden=10, gate=8),
-        backward=Stream(width=64, opens=4, heads=24, keys=10, hidden=14, gate=12),
+        stacked=4,
+        forward=Stream(width=26, opens=4, heads=10, keys=8, hidden=4, gate=2),
+        backward=Stream(width=32, opens=4, heads=16, keys=10, hidden=9, gate=5),
+        kernels=(80, 160),
     ),
     # bfloat16 parameters beside a float32 master copy; gradients float32 (Llama 3).
     "mixed": Precision(2, 12, 4, 4, 2, False, **_LEAN),
