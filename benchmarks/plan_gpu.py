@@ -128,7 +128,7 @@ def measured(row: Row, model: llama.Config, length: int, steps: int) -> tuple[fl
         loss, grads = settle(grads_of(state["params"], rows))
         return settle(update(state, loss, grads))
 
-    taken, ready = [], 0.0
+    taken, ready, loss = [], 0.0, np.nan
     for i in range(steps + 2):
         before = time.perf_counter()
         state, loss = jax.block_until_ready(step(state))

@@ -108,9 +108,9 @@ def loss_of(layout: Layout, model: llama.Config, specs: dict, policy: str = "f32
     if layout.fsdp:
         of_layer = {name: P(*spec[1:]) for name, spec in specs["layers"].items()}
         gather = partial(data.gather, specs=of_layer, axis="dp")
-        options = dict(gather=gather, ahead=layout.ahead, keep=layout.keep)
+        through = partial(fsdp.scan_layers, gather=gather, ahead=layout.ahead, keep=layout.keep)
         # Its derivative is written out, and a policy stops there: each layer has its own.
-        scan = lambda step, x, stack: fsdp.scan_layers(precision(step, policy), x, stack, **options)
+        scan = lambda step, x, stack: through(precision(step, policy), x, stack)
 
     def loss(params, rows):
         cp = context_of(layout, rows.tokens.shape[1])

@@ -17,7 +17,6 @@ import pipelined
 import planned
 from parallel import Layout
 from tests.sharding.plan.shapes import SMALL, built, cases, predict
-from xform._hlo import compile_for
 from xform.sharding import make_mesh, plan, shardings
 from xform.sharding.plan._compute import kept
 from xform.train.data import Rows
@@ -43,7 +42,7 @@ def schedule_of(name: str) -> Any:
     return microbatches and pipelined.schedule_of("1f1b", axes["pp"], microbatches)
 
 
-def compiled(name: str) -> int:
+def compiled(name: str) -> float:
     """Bytes of loss and gradients on one H200: arguments, results, and all between."""
     axes, layout, batch, _ = LAYOUTS[name]
     mesh = make_mesh(**axes, devices=jax.devices()[: math.prod(axes.values())])
@@ -55,9 +54,7 @@ def compiled(name: str) -> int:
     at = shardings(mesh, P(*parallel.of_rows(mesh)))
     row: Any = jax.ShapeDtypeStruct((batch, LENGTH), jnp.int32, sharding=at)
     step = pipelined.gradients(MIDDLE, mesh, layout, "bf16", schedule)
-    found = compile_for("H200", step, params, Rows(row, row, row)).memory_analysis()
-    sizes = (found.argument_size_in_bytes, found.output_size_in_bytes, found.temp_size_in_bytes)
-    return sum(sizes) - found.alias_size_in_bytes
+    return plan.compiled_memory(step, params, Rows(row, row, row)).total
 
 
 def predicted(name: str) -> float:

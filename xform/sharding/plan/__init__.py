@@ -1,5 +1,6 @@
 """What a layout costs before it is launched: memory, time, use of the devices, and faults."""
 
+from xform.sharding.plan._compiled import compiled_memory as compiled_memory
 from xform.sharding.plan._faults import FAULTS as FAULTS
 from xform.sharding.plan._faults import Faults as Faults
 from xform.sharding.plan._layout import Layout as Layout

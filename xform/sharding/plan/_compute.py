@@ -110,7 +110,8 @@ def kept(model: Model, layout: Layout) -> Real:
         return bytes_of(Stream(4 if how.cast else BYTES, 0, 0, 0, 0), model, layout)
     scores = SCORES * model.heads * model.length / layout.tp
     dense = layout.attention == "dense" and layout.recompute == "none"
-    return bytes_of(how.kept, model, layout) + (scores if dense else 0)
+    ring = bytes_of(how.ring, model, layout) if layout.cp > 1 else 0
+    return bytes_of(how.kept, model, layout) + ring + (scores if dense else 0)
 
 
 def product(m: Real, inner: int, outer: int, on: Machine, dtype: str = "bfloat16") -> Real:

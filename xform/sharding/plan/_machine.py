@@ -57,8 +57,8 @@ RATES = {
     "H200": Rates(
         0.67, 300, (0.59, 0.38), 0.83, 0.80, 0.85, 1.5e-6, 132,
         "products: what two programs of benchmarks/RESULTS.md leave for theirs, 566 TFLOP/s at a "
-        "width of 2,048 and 623 at 4,096 (alone, 694 to 755 of 8,192³); attention: its table at 8k causal, "
-        "grouped, one order of addition; links: as an H100's",
+        "width of 2,048 and 623 at 4,096 (alone, 694 to 755 of 8,192³); attention: its table at 8k "
+        "causal, grouped, one order of addition; links: as an H100's",
     ),
 }  # fmt: skip
 """By the name of the device."""
