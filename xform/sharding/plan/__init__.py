@@ -14,6 +14,7 @@ from xform.sharding.plan._machine import machine as machine
 from xform.sharding.plan._memory import Memory as Memory
 from xform.sharding.plan._model import LLAMA_3_405B as LLAMA_3_405B
 from xform.sharding.plan._model import Model as Model
+from xform.sharding.plan._model import Traced as Traced
 from xform.sharding.plan._plan import Plan as Plan
 from xform.sharding.plan._plan import predict as predict
 from xform.sharding.plan._precision import PRECISIONS as PRECISIONS

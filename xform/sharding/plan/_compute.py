@@ -162,7 +162,7 @@ class _One:
     tokens: int
 
     def layer_forward(self) -> Spent:
-        products = sum(self._product(p.inner, p.outer) for p in self._split)
+        products = self._share * sum(self._product(p.inner, p.outer) for p in self._split)
         loops = self._streams(self._precision.forward) + self._loop(self._cast * self._parameters)
         attention = self.attention("F")
         compute = products + attention + loops
@@ -174,7 +174,9 @@ class _One:
         return Spent(compute, exposed, self._gaps("F"))
 
     def layer_backward(self) -> Spent:
-        products = self.weight_gradients + sum(self._product(p.outer, p.inner) for p in self._split)
+        products = self.weight_gradients + self._share * sum(
+            self._product(p.outer, p.inner) for p in self._split
+        )
         attention = self.attention("B")
         # A product's result is read once more to be added up in the gradient's own dtype.
         gradient = self._precision.gradient
@@ -194,7 +196,8 @@ class _One:
     @property
     def weight_gradients(self) -> Real:
         """Of a layer: products of what went in and the cotangent of what came out."""
-        return sum(product(p.inner, self.tokens, p.outer, self.on) for p in self._split)
+        each = (product(p.inner, self.tokens, p.outer, self.on) for p in self._split)
+        return self._share * sum(each)
 
     def attention(self, kind: str) -> Real:
         """The core of attention: two products forward, five backward of which one is a repeat."""
@@ -251,6 +254,10 @@ class _One:
     @property
     def _precision(self) -> Precision:
         return PRECISIONS[self.layout.precision]
+
+    @property
+    def _share(self) -> Real:
+        return self.model.products_share
 
     @property
     def _split(self) -> list[Product]:

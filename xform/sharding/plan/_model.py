@@ -6,10 +6,15 @@ a norm; before the layers an embedding, after them a norm and the products with 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
+import jax
+
+from xform._cost import cost
 from xform.sharding.pipeline._times import Real
 
 
@@ -39,6 +44,18 @@ class Product(NamedTuple):
         return self._replace(inner=self.inner // tp)
 
 
+class Traced(NamedTuple):
+    """What a layer of one's own takes forward, by the rules of `xform.cost`.
+
+    Attributes:
+      flops: of products for a token, of causal attention half.
+      parameters: how many it has.
+    """
+
+    flops: Real
+    parameters: int
+
+
 @dataclass(frozen=True)
 class Model:
     """A dense transformer, and how long the rows are that it is trained on.
@@ -53,6 +70,7 @@ class Model:
       gated: whether a second matrix gates the feed-forward units.
       tied: whether the embedding is also what the stream is multiplied by at the end.
       name: what tables call it.
+      traced: what a layer costs that is not the one above; see `with_layer`.
 
     Raises:
       ValueError: lists every number that is not above 0, and heads that do not group.
@@ -72,6 +90,7 @@ class Model:
     gated: bool = True
     tied: bool = False
     name: str = ""
+    traced: Traced | None = None
 
     def __post_init__(self):
         sizes = {f.name: getattr(self, f.name) for f in fields(self) if f.type == "int"}
@@ -93,6 +112,40 @@ class Model:
         """
         names = ("layers", "width", "heads", "kv_heads", "head_size", "hidden", "codes")
         return cls(**{name: getattr(config, name) for name in names}, length=length, **more)
+
+    def with_layer(self, layer: Callable, x: Any, params: Any) -> Model:
+        """Returns this model with a layer of one's own, whose cost is traced.
+
+        Its products stand for those of the shape, by their FLOPs, at the rates of the shape's;
+        attention, what lies between, and what is kept stay the shape's.
+
+        Args:
+          layer: `layer(x, params)`, forward.
+          x: what it is given, [..., width], or its shape.
+          params: its parameters, or their shapes.
+
+        >>> import jax, jax.numpy as jnp
+        >>> shape = jax.ShapeDtypeStruct
+        >>> x, w = shape((8192, 16384), jnp.bfloat16), shape((16384, 65536), jnp.bfloat16)
+        >>> mixer = lambda x, w: jnp.tanh(x @ w) @ w.T
+        >>> round(LLAMA_3_405B.with_layer(mixer, x, w).parameters / 1e9)
+        139
+        """
+        flops = cost(layer)(x, params).model_flops
+        numbers = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params))
+        traced = Traced(float(flops) / math.prod(x.shape[:-1]), numbers)
+        return replace(self, traced=traced)
+
+    @property
+    def products_share(self) -> Real:
+        """FLOPs of a layer's products, relative to those of the shape."""
+        if self.traced is None:
+            return 1.0
+        # Attention is counted apart; a layer that is less than that has none.
+        attention = 2 * self.length * self.heads * self.head_size
+        left = self.traced.flops - attention
+        of_shape = 2 * sum(p.size for p in self.products)
+        return (left if left > 0 else self.traced.flops) / of_shape
 
     @cached_property
     def products(self) -> tuple[Product, ...]:
@@ -119,7 +172,9 @@ class Model:
 
     @cached_property
     def of_layer(self) -> int:
-        """Parameters of a layer: its matrices and two norms."""
+        """Parameters of a layer: its matrices and two norms, or what was traced."""
+        if self.traced is not None:
+            return self.traced.parameters
         return sum(p.size for p in self.products) + 2 * self.width
 
     @property
@@ -136,7 +191,8 @@ class Model:
     @property
     def flops_per_token(self) -> Real:
         """Forward and backward, MFU's convention: no recompute, causal attention by half."""
-        weights = self.layers * sum(p.size for p in self.products) + self.unembedding.size
+        of_layer = self.products_share * sum(p.size for p in self.products)
+        weights = self.layers * of_layer + self.unembedding.size
         attention = 6 * self.layers * self.length * self.heads * self.head_size
         return 6 * weights + attention
 
