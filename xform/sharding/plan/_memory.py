@@ -91,8 +91,9 @@ def _of_rank(model: Model, layout: Layout, tokens: int, rank: int, each: tuple[i
 def _workspace(model: Model, layout: Layout, n: int, last: bool) -> Real:
     """Of a layer on its way back: cotangents of its units and the stream, and what it repeats."""
     again = layout.recompute == "full"
-    back = Stream(0, opens=20 if again else 12, heads=0, keys=0, hidden=10 if again else 8)
-    layer = bytes_of(back, model, layout) * n
+    # Where `tp` splits positions, what is gathered and what is yet to be scattered come besides.
+    opens = (20 if again else 12) + (10 if layout.sequence and layout.tp > 1 else 0)
+    layer = bytes_of(Stream(0, opens, 0, 0, hidden=10 if again else 8), model, layout) * n
     weights = sum(p.size for p in model.products) / layout.tp
     how = PRECISIONS[layout.precision]
     # Those of this layer, of the next one, and the gradients of both.

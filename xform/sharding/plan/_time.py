@@ -110,6 +110,17 @@ def _some(layout: Layout) -> int:
 
 def pipelined(layout: Layout, times: Times) -> Pipelined:
     """Returns what all microbatches of a step take."""
+    return _pipelined(_pipeline_of(layout), times)
+
+
+def _pipeline_of(layout: Layout) -> Layout:
+    """All that the simulator has to know."""
+    names = ("pp", "microbatches", "schedule", "chunks", "lockstep")
+    return Layout(**{name: getattr(layout, name) for name in names})
+
+
+@lru_cache(64)
+def _pipelined(layout: Layout, times: Times) -> Pipelined:
     count, some = layout.microbatches, _some(layout)
     one = simulate(schedule_of(layout, some), times, lockstep=layout.lockstep)
     if some == count:
