@@ -75,7 +75,7 @@ def test_memory_is_that_of_the_compiled_program(name):
     assert predicted(name) == pytest.approx(compiled(name), rel=0.05)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(cases())
 def test_memory_is_its_parts_and_grows_with_what_it_holds(case):
     model, machine, layout, tokens = built(case)
@@ -117,10 +117,3 @@ def test_a_layer_keeps_what_megatrons_paper_says():
     assert kept(gpt, selective) / gpt.width == pytest.approx(34, rel=0.07)
     full = dataclasses.replace(layout, recompute="full")
     assert kept(gpt, full) / gpt.width == 2
-
-
-def test_llama_3_as_it_was_trained_fits():
-    """At 8,192 tokens a row no layer was recomputed (arXiv 2407.21783, section 3.3.2)."""
-    llama_row = plan.PUBLISHED[1].plan()
-    assert llama_row.fits
-    assert llama_row.layout.recompute == "none"

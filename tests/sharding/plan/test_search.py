@@ -3,19 +3,18 @@
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
 
-from tests.sharding.plan.shapes import LONG, SMALL, built, cases, predict
+from tests.sharding.plan.shapes import LONG, SMALL, predict
 from xform.sharding import plan
 from xform.sharding.plan._layout import reasons_against
-from xform.sharding.plan._search import bound, layouts
+from xform.sharding.plan._search import layouts
 
 EIGHT = plan.machine("H200", 8)
 
 
 @pytest.fixture(scope="module")
 def found():
-    return plan.search(LONG, EIGHT, 64 * LONG.length, show=50, simulated=50)
+    return plan.search(LONG, EIGHT, 64 * LONG.length, show=20, simulated=20)
 
 
 def test_the_best_come_first_and_fit(found):
@@ -23,26 +22,16 @@ def test_the_best_come_first_and_fit(found):
     assert seconds == sorted(seconds)
     assert all(p.fits for p in found.plans)
     assert found.best.seconds == seconds[0]
-    assert found.tried > found.fitting >= len(found.plans) > 10
+    assert found.tried > found.fitting >= len(found.plans) == 20
 
 
 def test_no_layout_that_fits_is_faster(found):
     """All of them, simulated, on a machine of eight."""
     tokens = 64 * LONG.length
-    for layout in list(layouts(LONG, EIGHT, tokens, plan.Layout()))[::7]:
+    for layout in list(layouts(LONG, EIGHT, tokens, plan.Layout()))[::23]:
         if not reasons_against(LONG, EIGHT, layout, tokens):
             one = predict(LONG, EIGHT, layout, tokens)
             assert not one.fits or one.seconds >= found.best.seconds
-
-
-@settings(max_examples=40, deadline=None)
-@given(cases())
-def test_the_bound_is_one(case):
-    """The order of what is simulated is by a bound that the ends of a step are left out of."""
-    model, machine, layout, tokens = built(case)
-    assert bound(model, machine, layout, tokens) <= predict(
-        model, machine, layout, tokens
-    ).seconds * (1 + 1e-9)
 
 
 def test_tensor_parallelism_stays_in_a_node(found):
@@ -79,15 +68,15 @@ def test_all_strange_words_at_once():
 
 
 def test_too_much_memory_is_a_reason_part_by_part():
-    with pytest.raises(ValueError, match=r"needs .* GiB on the fullest device.*optimizer 7\d"):
+    with pytest.raises(ValueError, match=r"needs .* GiB on the fullest device.*optimizer 567"):
         plan.predict(plan.LLAMA_3_405B, EIGHT, plan.Layout(tp=8), 8192)
 
 
 def test_search_says_why_there_is_nothing():
-    with pytest.raises(ValueError, match=r"the least needs [\d.]+ GiB of 131.3"):
+    with pytest.raises(ValueError, match=r"the least needs [\d.]+ GiB of 123.4"):
         plan.search(plan.LLAMA_3_405B, EIGHT, 2**20)
-    with pytest.raises(ValueError, match="nothing divides"):
-        plan.search(SMALL, plan.machine("H200", 7), 2**16)
+    with pytest.raises(ValueError, match="11 stages are more than 8 layers and two ends"):
+        plan.search(SMALL, plan.machine("H200", 11), 2**16)
 
 
 def test_records_table_and_picture(found):

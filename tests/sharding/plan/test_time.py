@@ -37,7 +37,7 @@ def better(machine: plan.Machine, what: str) -> plan.Machine:
     return replace(machine, device=device, rates=rates, fabric=fabric)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(cases(), st.sampled_from(FASTER))
 def test_what_is_faster_never_makes_a_step_slower(case, what):
     model, machine, layout, tokens = built(case)
@@ -45,7 +45,7 @@ def test_what_is_faster_never_makes_a_step_slower(case, what):
     assert predict(model, better(machine, what), layout, tokens).seconds <= before * (1 + 1e-9)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(cases())
 def test_a_step_is_its_parts_and_its_bubble_the_simulators(case):
     model, machine, layout, tokens = built(case)
@@ -69,7 +69,7 @@ def test_a_step_is_its_parts_and_its_bubble_the_simulators(case):
     ("schedule", "chunks"),
     [("1f1b", 1), ("gpipe", 1), ("interleaved", 3), ("zb-h1", 1), ("zb-v", 1)],
 )
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=4, deadline=None)
 @given(
     ranks=st.integers(2, 4),
     microbatches=st.integers(9, 21),

@@ -166,10 +166,10 @@ class _One:
         loops = self._streams(self._precision.forward) + self._loop(self._cast * self._parameters)
         attention = self.attention("F")
         compute = products + attention + loops
-        exposed = (
-            ("tp", self._beside("tp", self._of_blocks, products)),
-            ("cp", self._beside("cp", self._keys("all-gather", BYTES), attention)),
-            ("dp", self._beside("dp", self._gather, compute)),
+        exposed = self._exposed(
+            ("tp", self._of_blocks, products),
+            ("cp", self._keys("all-gather", BYTES), attention),
+            ("dp", self._gather, compute),
         )
         return Spent(compute, exposed, self._gaps("F"))
 
@@ -185,11 +185,10 @@ class _One:
             (self._cast + added) * self._parameters
         )
         compute = products + attention + loops
-        of_data = self._gather + self._scatter
-        exposed = (
-            ("tp", self._beside("tp", self._of_blocks, products)),
-            ("cp", self._beside("cp", self._keys("reduce-scatter", 4), attention)),
-            ("dp", self._beside("dp", of_data, compute)),
+        exposed = self._exposed(
+            ("tp", self._of_blocks, products),
+            ("cp", self._keys("reduce-scatter", 4), attention),
+            ("dp", self._gather + self._scatter, compute),
         )
         return Spent(compute, exposed, self._gaps("B"))
 
@@ -324,6 +323,14 @@ class _One:
     def _collective(self, kind: str, nbytes: Real, axis: str) -> Real:
         return collective(kind, nbytes, self.layout.group(axis), self.on)
 
-    def _beside(self, axis: str, seconds: Real, work: Real) -> Real:
-        """What is left of messages for which the layout finds work to hide behind."""
-        return max(0.0, seconds - work) if axis in self.layout.overlap else seconds
+    def _exposed(self, *messages: tuple[str, Real, Real]) -> tuple[tuple[str, Real], ...]:
+        """What is left of messages: axis, seconds, and the work that the layout may hide them in.
+
+        What is hidden runs beside each other too, so that of their rests the longest is left.
+        """
+        hidden = [m for m in messages if m[0] in self.layout.overlap]
+        shown = [
+            (axis, seconds) for axis, seconds, _ in messages if axis not in self.layout.overlap
+        ]
+        rests = [(axis, max(0.0, seconds - work)) for axis, seconds, work in hidden]
+        return (*shown, *sorted(rests, key=lambda rest: rest[1])[-1:])

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from xform._show import axes
+from xform.sharding.pipeline._times import Real
 
 if TYPE_CHECKING:
     from xform.sharding.plan._plan import Plan
@@ -35,6 +36,6 @@ def bars(plans: Sequence[Plan], ax: Any = None) -> Any:
     return ax
 
 
-def _before(plan: Plan, kind: str) -> float:
+def _before(plan: Plan, kind: str) -> Real:
     parts = plan.step.parts
     return sum(parts[name] for name in list(parts)[: list(parts).index(kind)])

@@ -1,8 +1,8 @@
 """`search`: the layouts that fit, best first.
 
 All splits of the devices over `dp`, `pp`, `cp` and `tp` are enumerated with some choices for what
-they leave open. What can't run or does not fit goes; the rest is put in the order of a bound, and
-the best of it is simulated, which decides the order that is returned.
+they leave open. What can't run or does not fit goes; the rest is put in the order of an estimate,
+and the best of it is simulated, which decides the order that is returned.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ def search(
         )
     split = lambda layout: replace(layout, zero=0)
     splits = dict.fromkeys(map(split, fitting))
-    near = sorted(splits, key=lambda layout: bound(model, machine, layout, tokens))[:simulated]
+    near = sorted(splits, key=lambda layout: estimate(model, machine, layout, tokens))[:simulated]
     plans: dict[Layout, Plan] = {}
     for layout in fitting:
         if split(layout) not in near:
@@ -183,10 +183,10 @@ def layouts(model: Model, machine: Machine, tokens: int, base: Layout) -> Iterat
                 yield replace(base, **sizes, **more)  # pyright: ignore[reportArgumentType]
 
 
-def bound(model: Model, machine: Machine, layout: Layout, tokens: int) -> Real:
-    """Returns about the least seconds of a step: the busiest rank's, and the way there and back.
+def estimate(model: Model, machine: Machine, layout: Layout, tokens: int) -> Real:
+    """Returns about the seconds of a step: the busiest rank's work, and the way there and back.
 
-    Messages of a step's end are left out.
+    Messages of a step's end are left out. It only decides what is simulated.
     """
     work = work_of(model, layout, passes(model, machine, layout, tokens))
     stages = [f.total + b.total for f, b in zip(work.forward, work.backward, strict=True)]
