@@ -1,6 +1,10 @@
 """Layouts that fit, best first; what can't run is refused with all reasons at once."""
 
+import re
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -9,6 +13,7 @@ from xform.sharding import plan
 from xform.sharding.plan._layout import reasons_against
 from xform.sharding.plan._search import layouts
 
+ROOT = Path(__file__).parents[3]
 EIGHT = plan.machine("H200", 8)
 
 
@@ -111,3 +116,20 @@ def test_a_model_is_refused_with_all_reasons():
         replace(SMALL, layers=0, width=-1)
     with pytest.raises(ValueError, match=r"heads=16 is no multiple of kv_heads=3"):
         replace(SMALL, kv_heads=3)
+
+
+def test_at_scale_it_finds_what_llama_was_trained_with():
+    """The example, as a user runs it; the checker of types would take most of the time."""
+    command = [sys.executable, "examples/plan.py", "--devices", "16384"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert not done.returncode, done.stderr
+    assert "16,384 × H100, 16.8 Mtokens a step" in done.stdout
+    head, *rows = done.stdout.split("\n\n")[0].splitlines()[1:]
+    assert head.split()[:6] == ["dp", "pp", "cp", "tp", "micro", "step"]
+    found = [(*map(int, row.split()[:5]), float(row.split()[5])) for row in rows]
+    trained = re.search(r"dp128 pp16 cp1 tp8 m16.*\nA step: ([\d.]+) s, MFU 40", done.stdout)
+    assert trained
+    # What it was trained with is within a tenth of the best.
+    assert 0.9 * float(trained[1]) < found[0][-1] <= float(trained[1])
+    assert all(tp in (4, 8) for _, _, _, tp, _, _ in found)
+    assert [seconds for *_, seconds in found] == sorted(seconds for *_, seconds in found)

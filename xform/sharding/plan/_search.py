@@ -21,7 +21,7 @@ from xform.sharding.plan._machine import Machine
 from xform.sharding.plan._memory import memory
 from xform.sharding.plan._model import Model
 from xform.sharding.plan._plan import Plan, predict
-from xform.sharding.plan._time import work_of
+from xform.sharding.plan._time import ends_of_step, work_of
 
 PIPELINES = 64  # ranks of a pipeline, at most
 
@@ -141,9 +141,10 @@ def search(
             f"`search` found no layout of {len(every)} for {machine.count} × "
             f"{machine.device.name} and {tokens} tokens: {found or 'nothing divides'}."
         )
+    about = {layout: estimate(model, machine, layout, tokens) for layout in fitting}
     split = lambda layout: replace(layout, zero=0)
-    splits = dict.fromkeys(map(split, fitting))
-    near = sorted(splits, key=lambda layout: estimate(model, machine, layout, tokens))[:simulated]
+    near = dict.fromkeys(map(split, sorted(fitting, key=about.__getitem__)))
+    near = set(list(near)[:simulated])
     plans: dict[Layout, Plan] = {}
     for layout in fitting:
         if split(layout) not in near:
@@ -186,13 +187,15 @@ def layouts(model: Model, machine: Machine, tokens: int, base: Layout) -> Iterat
 def estimate(model: Model, machine: Machine, layout: Layout, tokens: int) -> Real:
     """Returns about the seconds of a step: the busiest rank's work, and the way there and back.
 
-    Messages of a step's end are left out. It only decides what is simulated.
+    It only decides what is simulated.
     """
-    work = work_of(model, layout, passes(model, machine, layout, tokens))
+    each = passes(model, machine, layout, tokens)
+    work = work_of(model, layout, each)
     stages = [f.total + b.total for f, b in zip(work.forward, work.backward, strict=True)]
     ranks = [sum(stages[r :: layout.pp]) for r in range(layout.pp)]
     through = sum(stages) / layout.virtual * (layout.pp - 1) / layout.pp
-    return layout.microbatches * max(ranks) + through + 2 * (layout.stages - 1) * work.send
+    pipeline = layout.microbatches * max(ranks) + through + 2 * (layout.stages - 1) * work.send
+    return pipeline + sum(ends_of_step(model, machine, layout, each))
 
 
 def _needs(model: Model, machine: Machine, layout: Layout, tokens: int) -> Real:

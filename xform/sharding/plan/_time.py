@@ -222,18 +222,23 @@ def step(model: Model, on: Machine, layout: Layout, tokens: int) -> tuple[Step, 
     work = work_of(model, layout, each)
     found = pipelined(layout, work.times)
     spent = work.of_rank(layout.microbatches, layout.pp)
+    messages, update = ends_of_step(model, on, layout, each)
+    exposed = dict(spent.exposed)
+    exposed["dp"] = exposed.get("dp", 0.0) + messages
+    exposed = {axis: s for axis, s in exposed.items() if s}
     bubble = max(0.0, found.end * found.bubble)
+    return Step(spent.compute + update, exposed, bubble, spent.overhead), found
+
+
+def ends_of_step(model: Model, on: Machine, layout: Layout, each: Passes) -> tuple[Real, Real]:
+    """Returns what comes once in a step: messages over `dp` that nothing hides, and the update."""
     sums, gathers = _data(model, on, layout)
     per_layer = model.layers / layout.pp
     behind = _window(layout, each.backward.total, per_layer)
     before = _window(layout, each.forward.total, per_layer)
     if "dp" in layout.overlap:
         sums, gathers = max(0.0, sums - behind), max(0.0, gathers - before)
-    exposed = dict(spent.exposed)
-    exposed["dp"] = exposed.get("dp", 0.0) + sums + gathers
-    update = _update(model, on, layout)
-    exposed = {axis: s for axis, s in exposed.items() if s}
-    return Step(spent.compute + update, exposed, bubble, spent.overhead), found
+    return sums + gathers, _update(model, on, layout)
 
 
 def _window(layout: Layout, one: Real, layers: Real) -> Real:
