@@ -34,7 +34,16 @@ LAYOUTS: dict[str, tuple[dict[str, int], Layout, int, int | None]] = {
     "pp=2": (dict(dp=1, pp=2, tp=1), Layout(), 8, 4),
     "cp=2": (dict(dp=1, cp=2, tp=1), Layout(), 4, None),
 }
-QUICK = ("one device",)
+# Bytes of the programs that XLA compiles of these for an H200, each in a minute or two; the slow
+# test makes them again.
+COMPILED = {
+    "one device": 4_470_104_580,
+    "fsdp=2": 1_211_230_996,
+    "tp=2": 2_360_640_516,
+    "fsdp=2, tp=2": 688_947_988,
+    "pp=2": 3_800_171_092,
+    "cp=2": 3_091_271_204,
+}
 
 
 def schedule_of(name: str) -> Any:
@@ -67,12 +76,19 @@ def predicted(name: str) -> float:
     return memory.total - memory.optimizer
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in LAYOUTS]
-)
+@pytest.mark.parametrize("name", LAYOUTS)
 def test_memory_is_that_of_the_compiled_program(name):
+    assert predicted(name) == pytest.approx(COMPILED[name], rel=0.05)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_compiled_programs_are_what_is_written_down(name):
     pytest.importorskip("jax_plugins.xla_cuda13", reason="no compiler for an H200")
-    assert predicted(name) == pytest.approx(compiled(name), rel=0.05)
+    found = compiled(name)
+    assert predicted(name) == pytest.approx(found, rel=0.05)
+    if jax.__version__ == "0.11.2":
+        assert found == pytest.approx(COMPILED[name], rel=0.01)
 
 
 @settings(max_examples=20, deadline=None)
