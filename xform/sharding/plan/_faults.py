@@ -55,7 +55,7 @@ class Faults:
         """Returns the best seconds of work between two checkpoints.
 
         >>> round(Faults(device_mtbf=1e6, save=50).interval(1)) # Young: √(2 · 50 · 10⁶) = 10,000
-        9983
+        9967
         """
         m = self.mtbf(devices)
         if self.save >= 2 * m:

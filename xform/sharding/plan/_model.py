@@ -76,7 +76,7 @@ class Model:
       ValueError: lists every number that is not above 0, and heads that do not group.
 
     >>> round(LLAMA_3_405B.parameters / 1e9, 1)
-    405.8
+    405.9
     """
 
     layers: int
