@@ -2,11 +2,11 @@
 
 A group of `n` devices lies `stride` apart: axes are laid out innermost first, `tp`, `cp`, `pp`,
 `dp`, so that the stride of an axis is the product of those inside. Collectives go in rings, as NCCL
-at large sizes: of a gather each device sends (n - 1)/n of the whole, in n - 1 steps. Within a node
-NVLink carries them. Between nodes, a ring enters and leaves a node once for each member that it has
-there, each over its own port; so with g members of a group in a node, a ring's rate is g ports'.
-Between pods, the ports of a pod share what the oversubscription leaves; of a ring's m members in a
-pod one is at its end, so that 1/m of the ports have to cross.
+moves large arrays: of a gather each device sends (n - 1)/n of the whole, in n - 1 steps. Within a
+node NVLink carries them. Between nodes, a ring enters and leaves a node once for each member that
+it has there, each over its own port; so with g members of a group in a node, a ring's rate is g
+ports'. Between pods, the ports of a pod share what the oversubscription leaves; of a ring's m
+members in a pod one is at its end, so that 1/m of the ports have to cross.
 """
 
 from __future__ import annotations

@@ -7,7 +7,8 @@ and the best of it is simulated, which decides the order that is returned.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
@@ -110,7 +111,7 @@ def search(
       model: what is trained.
       machine: on what.
       tokens: of a batch, over all devices.
-      base: what is not searched: `attention`, `loss`, `state`, `sequence`, `overlap`.
+      base: what is not searched: `attention`, `loss`, `precision`, `sequence`, `overlap`.
       faults: how often devices fail.
       show: how many to return, at most; of those that differ in `zero` alone, the best.
       simulated: how many splits to simulate.
@@ -124,23 +125,15 @@ def search(
     True
     """
     every = list(layouts(model, machine, tokens, base))
-    run, why = [], {}
-    for layout in every:
-        reasons = reasons_against(model, machine, layout, tokens)
-        for reason in reasons:
-            why[reason] = why.get(reason, 0) + 1
-        if not reasons:
-            run.append(layout)
-    fitting = [lay for lay in run if _needs(model, machine, lay, tokens) <= machine.memory]
+    reasons = {lay: reasons_against(model, machine, lay, tokens) for lay in every}
+    needs = {
+        lay: memory(model, lay, tokens, held_of(lay)).total
+        for lay, wrong in reasons.items()
+        if not wrong
+    }
+    fitting = [lay for lay, least in needs.items() if least <= machine.memory]
     if not fitting:
-        least = min((_needs(model, machine, lay, tokens) for lay in run), default=0.0)
-        short = f"the least needs {least / 2**30:.1f} GiB of {machine.memory / 2**30:.1f}"
-        most = [reason for reason, _ in sorted(why.items(), key=lambda x: -x[1])[:5]]
-        found = "; ".join(most) if not run else f"{len(run)} can run, and {short}"
-        raise ValueError(
-            f"`search` found no layout of {len(every)} for {machine.count} × "
-            f"{machine.device.name} and {tokens} tokens: {found or 'nothing divides'}."
-        )
+        raise ValueError(_nothing(machine, tokens, reasons.values(), needs.values()))
     about = {layout: estimate(model, machine, layout, tokens) for layout in fitting}
     split = lambda layout: replace(layout, zero=0)
     near = dict.fromkeys(map(split, sorted(fitting, key=about.__getitem__)))
@@ -155,6 +148,19 @@ def search(
             plans[split(layout)] = plan
     best = sorted((p for p in plans.values() if p.fits), key=_order)
     return Plans(tuple(best[:show]), len(every), len(fitting))
+
+
+def _nothing(
+    machine: Machine, tokens: int, reasons: Collection[list[str]], needs: Collection[Real]
+) -> str:
+    """What an error says of layouts none of which can run."""
+    count = Counter(reason for wrong in reasons for reason in wrong)
+    found = "; ".join(reason for reason, _ in count.most_common(5)) or "nothing divides"
+    if needs:
+        least, has = min(needs) / 2**30, machine.memory / 2**30
+        found = f"{len(needs)} can run, and the least needs {least:.1f} GiB of {has:.1f}"
+    on = f"{machine.count} × {machine.device.name}"
+    return f"`search` found no layout of {len(reasons)} for {on} and {tokens} tokens: {found}."
 
 
 def _order(plan: Plan) -> tuple[bool, Real, Real]:
@@ -196,11 +202,6 @@ def estimate(model: Model, machine: Machine, layout: Layout, tokens: int) -> Rea
     through = sum(stages) / layout.virtual * (layout.pp - 1) / layout.pp
     pipeline = layout.microbatches * max(ranks) + through + 2 * (layout.stages - 1) * work.send
     return pipeline + sum(ends_of_step(model, machine, layout, each))
-
-
-def _needs(model: Model, machine: Machine, layout: Layout, tokens: int) -> Real:
-    held = held_of(layout)
-    return memory(model, layout, tokens, held).total
 
 
 def held_of(layout: Layout) -> tuple[int, ...]:
