@@ -115,7 +115,7 @@ def test_products_are_slower_where_they_are_thin_and_never_beat_the_sustained_ra
     flops = lambda m, k, n: 2 * m * k * n / product(m, k, n, one)
     best = one.peak() * one.rates.product
     assert 0.95 * best < flops(16_384, 16_384, 16_384) < best
-    assert flops(8192, 512, 8192) < 0.8 * flops(8192, 8192, 8192)
+    assert flops(8192, 512, 8192) < 0.9 * flops(8192, 8192, 8192)
     # One row: bound by the matrix that is read.
     bytes_of_matrix = 2 * 8192 * 8192
     least = bytes_of_matrix / (one.device.bandwidth * one.rates.stream)

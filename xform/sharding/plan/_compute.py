@@ -120,7 +120,7 @@ def product(m: Real, inner: int, outer: int, on: Machine, dtype: str = "bfloat16
     >>> from xform.sharding.plan import machine
     >>> one = machine("H200", 1)
     >>> round(2 * 8192**3 / product(8192, 8192, 8192, one) / 1e12)  # TFLOP/s
-    630
+    675
     """
     rates = on.rates
     tiles = math.ceil(m / TILE) * math.ceil(outer / TILE)

@@ -49,16 +49,16 @@ RATES = {
         "node of eight",
     ),
     "H100": Rates(
-        0.62, 300, (0.55, 0.52), 0.85, 0.80, 0.85, 1.5e-6, 132,
+        0.598, 90, (0.55, 0.52), 0.85, 0.80, 0.85, 1.5e-6, 132,
         "products: fitted to Llama 3 405B on 8,192 GPUs (arXiv 2407.21783, table 4); attention: "
         "cuDNN's at 16k causal on an H200, benchmarks/RESULTS.md; links: nccl-tests, 360 of "
         "450 GB/s on a node of eight",
     ),
     "H200": Rates(
-        0.67, 300, (0.59, 0.38), 0.83, 0.80, 0.85, 1.5e-6, 132,
-        "products: what two programs of benchmarks/RESULTS.md leave for theirs, 566 TFLOP/s at a "
-        "width of 2,048 and 623 at 4,096 (alone, 694 to 755 of 8,192³); attention: its table at 8k "
-        "causal, grouped, one order of addition; links: as an H100's",
+        0.70, 90, (0.55, 0.40), 0.83, 0.40, 0.85, 1.5e-6, 132,
+        "all measured by benchmarks/plan_gpu.py (benchmarks/RESULTS.md): products of twelve shapes; "
+        "attention at 8k causal, grouped, one order of addition; links: 182 GB/s of an all-gather "
+        "of 128 MiB between two GPUs, which is less than eight would have",
     ),
 }  # fmt: skip
 """By the name of the device."""
