@@ -56,8 +56,8 @@ RATES = {
     ),
     "H200": Rates(
         0.70, 90, (0.55, 0.40), 0.83, 0.40, 0.85, 1.5e-6, 132,
-        "benchmarks/plan_gpu.py (benchmarks/RESULTS.md): products of twelve shapes; attention at 8k "
-        "causal, grouped, one order of addition; links: 182 GB/s of an all-gather of 128 MiB "
+        "benchmarks/plan_gpu.py (benchmarks/RESULTS.md): products of twelve shapes; attention at "
+        "8k causal, grouped, one order of addition; links: 182 GB/s of an all-gather of 128 MiB "
         "between two GPUs, which is less than eight would have",
     ),
 }  # fmt: skip
