@@ -102,13 +102,15 @@ def specs_for(layout: Layout, model: llama.Config, mesh: Mesh) -> dict:
     return {**fsdp.split(rest, {name: shapes[name] for name in rest}, mesh), "layers": layers}
 
 
-def loss_of(layout: Layout, model: llama.Config, specs: dict) -> Callable:
+def loss_of(layout: Layout, model: llama.Config, specs: dict, policy: str = "f32") -> Callable:
     """Returns the loss of parameters that `enter` has made ready, and of rows."""
     scan = llama.one_by_one
     if layout.fsdp:
         of_layer = {name: P(*spec[1:]) for name, spec in specs["layers"].items()}
         gather = partial(data.gather, specs=of_layer, axis="dp")
-        scan = partial(fsdp.scan_layers, gather=gather, ahead=layout.ahead, keep=layout.keep)
+        through = partial(fsdp.scan_layers, gather=gather, ahead=layout.ahead, keep=layout.keep)
+        # Its derivative is written out, and a policy stops there: each layer has its own.
+        scan = lambda step, x, stack: through(precision(step, policy), x, stack)
 
     def loss(params, rows):
         cp = context_of(layout, rows.tokens.shape[1])
@@ -143,7 +145,7 @@ def loss_and_grads(
 ) -> tuple[jax.Array, dict]:
     """Returns the mean loss of all labels and its gradients; runs on each device in `shard_map`."""
     ready = partial(enter, layout=layout, specs=specs)
-    loss = precision(loss_of(layout, model, specs), policy)
+    loss = precision(loss_of(layout, model, specs, policy), policy)
     axes = of_rows(jax.sharding.get_abstract_mesh())
     return data.value_and_grad(loss, ready, axes, microbatches=layout.microbatches)(params, rows)
 

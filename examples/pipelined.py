@@ -229,7 +229,9 @@ def functions_of(layout: Layout, model: llama.Config, specs: dict, policy: str) 
     if layout.fsdp and not layout.late:
         of_layer = {name: P(*spec[2:]) for name, spec in specs["layers"].items()}
         gather = partial(data.gather, specs=of_layer, axis="dp")
-        scan = partial(fsdp.scan_layers, gather=gather, ahead=layout.ahead)
+        through = partial(fsdp.scan_layers, gather=gather, ahead=layout.ahead)
+        # As in parallel.py: a policy stops at a derivative that is written out.
+        scan = lambda step, x, stack: through(precision(step, policy), x, stack)
 
     def stage(layers, x_BTM, rows):
         cp = parallel.context_of(layout, rows.ids.shape[1])

@@ -29,7 +29,6 @@ from functools import partial
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import Mesh
@@ -40,14 +39,15 @@ import llama
 import parallel
 import pipelined
 import several
+import updates
 from reading import data_for as data_for
 from reading import data_of, info_of, refuse_another, saved_of, tokenizer_for
 from settings import Config, check, known_of, wrong_processes
 from texts import complaint as complaint
 from texts import sample as sample
 from texts import show
-from xform import Costs, all_finite, cost, explain, hfu, memory, mfu, numerics
-from xform.sharding import cpu_devices, make_mesh, place, settle, shardings
+from xform import Costs, cost, explain, hfu, memory, mfu, numerics
+from xform.sharding import cpu_devices, make_mesh, settle, shardings
 from xform.sharding.pipeline import Schedule
 from xform.train import files, run
 from xform.train.checkpoint import Checkpoints
@@ -100,22 +100,15 @@ def gradients_for(config: Config, mesh: Mesh) -> Callable:
 
 def optimizer_for(config: Config) -> optax.GradientTransformation:
     """Returns AdamW under a warm-up and a cosine, with gradients clipped to norm 1."""
-    peak, steps = config.learning_rate, config.steps
-    schedule = optax.warmup_cosine_decay_schedule(0, peak, steps // 10, steps, peak / 10)
-    adamw = optax.adamw(schedule, b2=0.98, weight_decay=config.weight_decay)
-    return optax.chain(optax.clip_by_global_norm(1.0), adamw)
+    return updates.optimizer(config.learning_rate, config.steps, config.weight_decay)
 
 
 def first_state(config: Config, mesh: Mesh) -> dict:
     """Returns fresh parameters and the optimiser's state of them, all on the mesh."""
     schedule = schedule_for(config)
-    placed = pipelined.placement(config.layout, config.model, mesh, schedule)
-    init = jax.jit(partial(pipelined.first_params, config.model, schedule), out_shardings=placed)
-    params = init(jax.random.key(config.seed))
-    state = optimizer_for(config).init(params)
-    # Moments lie as their parameters do. What counts steps is a scalar on one device, so far.
-    on_mesh = lambda x: x if x.ndim else place(x, shardings(mesh, P()))
-    return {"params": params, "optimizer": jax.tree.map(on_mesh, state)}
+    return updates.first_state(
+        config.model, mesh, config.layout, schedule, optimizer_for(config), config.seed
+    )
 
 
 def training(
@@ -129,19 +122,7 @@ def training(
     if config.explain:
         Path(config.explain).unlink(missing_ok=True)
         grads_of = explained(grads_of, config.explain)
-    optimizer = optimizer_for(config)
-
-    # A program of its own: as part of the one above, XLA's CPU code for it takes ten times longer.
-    @partial(jax.jit, donate_argnums=(0,))
-    def update(state, loss, grads):
-        updates, optimizer_state = optimizer.update(grads, state["optimizer"], state["params"])
-        params = optax.apply_updates(state["params"], updates)
-        # What is not finite changes nothing, so that there is still something to look at.
-        good = all_finite((loss, grads))
-        new = {"params": params, "optimizer": optimizer_state}
-        kept = jax.tree.map(lambda new, old: jnp.where(good, new, old), new, state)
-        return kept, jnp.where(good, loss, jnp.nan)
-
+    update = updates.update_of(optimizer_for(config))
     state = first_state(config, mesh) if saved is None else saved
     for i in range(done, config.steps):
         part = batch(rows, i, size=config.batch, seed=config.seed)

@@ -29,6 +29,7 @@ from parallel import Layout
 from tests.examples.test_llama import SMALL, random_params, random_rows
 from tests.examples.test_train import TINY, mesh_of, one_device, some_documents
 from tests.sharding.equal import assert_equal, on_one, run_on
+from xform.jaxpr import trace, walk
 from xform.sharding import audit, make_mesh, shardings
 from xform.sharding.context import zigzag
 from xform.train.data import Rows, pack
@@ -88,6 +89,19 @@ def losses_on(axes, layout, steps, training=train.training, mesh=lambda mesh: me
     return np.array(
         [loss for _, loss in islice(training(config, mesh(mesh_on(axes)), rows), steps)]
     )
+
+
+@pytest.mark.parametrize("fsdp", [False, True])
+def test_a_policy_reaches_the_attention_of_every_layout(fsdp):
+    """Whose kernel takes no float32; a derivative that is written out would stop a policy."""
+    mesh, layout = make_mesh(dp=2, tp=1, devices=jax.devices()[:2]), Layout(fsdp=fsdp)
+    params = jax.eval_shape(partial(llama.init, SMALL), jax.random.key(0))
+    struct = lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at)
+    params = jax.tree.map(struct, params, parallel.placement(layout, SMALL, mesh))
+    rows = parallel.place_rows(random_rows(), mesh)
+    program = trace(parallel.gradients(SMALL, mesh, layout, "bf16"), params, rows)
+    each = [s.eqn for s in walk(program) if s.eqn.primitive.name == "flex_attention"]
+    assert {str(x.aval.dtype) for eqn in each for x in eqn.invars[:3]} == {"bfloat16"}
 
 
 @pytest.mark.parametrize(

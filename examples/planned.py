@@ -1,0 +1,35 @@
+"""A layout of parallel.py and pipelined.py in the words of `xform.sharding.plan`."""
+
+from collections.abc import Mapping
+
+from parallel import Layout
+from xform.sharding import plan
+from xform.sharding.pipeline import BUILDERS, Schedule
+
+
+def layout_of(axes: Mapping[str, int], layout: Layout, schedule: Schedule | None) -> plan.Layout:
+    """Returns what the planner calls it.
+
+    Parameters are float32, and cast where they are used. Without `fsdp` gradients are summed once,
+    after all else; with it, messages run beside layers, which are computed once more on the way
+    back. Of a pipeline, one program a stage is meant, and messages run beside its passes.
+    """
+    names = {build(2, 2).name: name for name, build in BUILDERS.items()}
+    pipeline = {}
+    if schedule is not None:
+        chunks = schedule.stages // schedule.ranks
+        kind = "interleaved" if schedule.name.startswith("interleaved") else names[schedule.name]
+        pipeline = dict(
+            schedule=kind, chunks=chunks if kind == "interleaved" else 1,
+            microbatches=schedule.microbatches,
+        )  # fmt: skip
+    sizes = {axis: axes.get(axis, 1) for axis in ("dp", "pp", "cp", "tp")}
+    beside = ("pp",) + (("dp",) if layout.fsdp else ()) + (("tp",) if layout.overlap else ())
+    return plan.Layout(
+        **{"microbatches": layout.microbatches, **sizes, **pipeline},
+        zero=3 if layout.fsdp else 0,
+        sequence=layout.sequence,
+        recompute="full" if layout.fsdp else "none",
+        precision="policy",
+        overlap=beside,
+    )

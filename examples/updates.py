@@ -1,0 +1,62 @@
+"""What a step does with gradients, and the state that it begins with."""
+
+from collections.abc import Callable
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+import llama
+import pipelined
+from parallel import Layout
+from xform import all_finite
+from xform.sharding import place, shardings
+from xform.sharding.pipeline import Schedule
+
+
+def optimizer(peak: float, steps: int, weight_decay: float) -> optax.GradientTransformation:
+    """Returns AdamW under a warm-up and a cosine, with gradients clipped to norm 1."""
+    schedule = optax.warmup_cosine_decay_schedule(0, peak, steps // 10, steps, peak / 10)
+    adamw = optax.adamw(schedule, b2=0.98, weight_decay=weight_decay)
+    return optax.chain(optax.clip_by_global_norm(1.0), adamw)
+
+
+def first_state(
+    model: llama.Config,
+    mesh: Mesh,
+    layout: Layout,
+    schedule: Schedule | None,
+    optimizer: optax.GradientTransformation,
+    seed: int = 0,
+) -> dict:
+    """Returns fresh parameters and the optimiser's state of them, all on the mesh."""
+    placed = pipelined.placement(layout, model, mesh, schedule)
+    init = jax.jit(partial(pipelined.first_params, model, schedule), out_shardings=placed)
+    params = init(jax.random.key(seed))
+    state = optimizer.init(params)
+    # Moments lie as their parameters do. What counts steps is a scalar on one device, so far.
+    on_mesh = lambda x: x if x.ndim else place(x, shardings(mesh, P()))
+    return {"params": params, "optimizer": jax.tree.map(on_mesh, state)}
+
+
+def update_of(optimizer: optax.GradientTransformation) -> Callable:
+    """Returns `update(state, loss, grads) -> state, loss`, which reuses the state's memory.
+
+    What is not finite changes nothing, so that there is still something to look at. It is a program
+    of its own: as part of the one that makes gradients, XLA's CPU code for it takes ten times
+    longer.
+    """
+
+    @partial(jax.jit, donate_argnums=(0,))
+    def update(state, loss, grads):
+        updates, optimizer_state = optimizer.update(grads, state["optimizer"], state["params"])
+        params = optax.apply_updates(state["params"], updates)
+        good = all_finite((loss, grads))
+        new = {"params": params, "optimizer": optimizer_state}
+        kept = jax.tree.map(lambda new, old: jnp.where(good, new, old), new, state)
+        return kept, jnp.where(good, loss, jnp.nan)
+
+    return update
