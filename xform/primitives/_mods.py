@@ -28,6 +28,7 @@ from xform._compat import Jaxpr, JaxprEqn, Literal, Var, source_info_util
 from xform._show import named
 from xform.jaxpr import eqn_rule, intern, interpret, source_line, sub_jaxprs, walk
 from xform.lowering._spec import Read
+from xform.primitives._branches import choose_results
 from xform.primitives._objects import Mod, Shape, is_in_text
 from xform.primitives._rules import join_axes
 from xform.primitives._short import short_reads, watched
@@ -213,6 +214,8 @@ def open_mod(name: str, mod: Callable, *score, shape: Shape | None = None) -> Op
     program = flat(*map(_struct, arrays), *score, *[_INDEX] * 4)
     if shape is not None and not wrong:  # what is in an object that does not fit need not be said
         wrong = short_reads(f"`{name}` {_called(mod)}", program, shape, is_in_text())
+    if score:
+        program = choose_results(program, len(arrays), _bind, _KEEP)
     return Opened(program, arrays, wrong)
 
 
