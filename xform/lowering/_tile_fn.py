@@ -13,8 +13,8 @@ five matrix products, `s = q k^T`, `dv = p^T do`, `dp = do v^T`, `dq = ds k` and
 
 Each function declares the kind of every operand and result (`ROW`, `COL`, or a tuple of `Read`s
 for a captured array) and is called with one tile of each; a captured array arrives as the tuple
-of what its reads loaded. All floating tiles are in the spec's wide dtype: what crosses tiles is
-accumulated there and rounded once, at the end.
+of what its reads loaded. All floating tiles are in the spec's wide dtype, and captured arrays in
+theirs: what crosses tiles is accumulated there and rounded once, at the end.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def _modified(spec: Spec, at: At, s, *loaded):
         unmasked = lambda b, h, q, k, s, *reads: mod(s, b, h, q, k, *reads)[0]
         return at.over("hqk", unmasked, s, *loaded, arg_dims=dims)
     if any(read.shape for read in reads):
-        return _at_visible_pairs(mod, at, dims, s, *loaded)
+        return _at_visible_pairs(mod, at, at.visible, dims, s, *loaded)
 
     def masked(b, h, q, k, visible, s, *reads):
         s, *reads = (jnp.where(visible, x, jnp.zeros_like(x)) for x in (s, *reads))
@@ -118,7 +118,7 @@ def _modified(spec: Spec, at: At, s, *loaded):
     return at.over("hqk", masked, visible, s, *loaded, arg_dims=("hqk", *dims))
 
 
-def _at_visible_pairs(mod: Callable, at: At, dims: Sequence[str], *loaded):
+def _at_visible_pairs(mod: Callable, at: At, visible, dims: Sequence[str], *loaded):
     """A mod that reads arrays, at every point of a partial tile.
 
     With a 0 in the place of what is hidden, an array that all pairs share would become one of each
@@ -126,7 +126,7 @@ def _at_visible_pairs(mod: Callable, at: At, dims: Sequence[str], *loaded):
     where this has none: its derivative there is one that is wanted anyway, times a cotangent of 0.
     What belongs to a query alone stays so, and what belongs to all is as it was.
     """
-    visible = at.visible.any(0)  # the heads of a unit share their mask
+    visible = visible.any(0)  # the heads of a unit share their mask
     some = visible.any(1)
     row = jnp.where(some, jnp.arange(len(some)), some.argmax())
     key = visible.argmax(1)[row]
@@ -321,11 +321,10 @@ class Transpose:
 
 def tile_aval(kind: Kind, at: At, shape: tuple[int, ...], dtype):
     """The abstract tile of an operand whose whole shape ends in `shape`."""
-    struct = lambda s: jax.ShapeDtypeStruct(s, dtype)
     if not isinstance(kind, str):
-        return tuple(struct(read.tile_shape(at)) for read in kind)
-    rows = (at.h.shape[0], at.q.shape[0])
-    return struct((*(rows if kind == ROW else at.k.shape), *shape))
+        return tuple(jax.ShapeDtypeStruct(read.tile_shape(at), read.dtype) for read in kind)
+    lead = (at.h.shape[0], at.q.shape[0]) if kind == ROW else at.k.shape
+    return jax.ShapeDtypeStruct((*lead, *shape), dtype)
 
 
 def primal(fn: TileFn) -> list[bool]:

@@ -17,7 +17,7 @@ import jax
 from jax import lax
 
 from xform._compat import Jaxpr, JaxprEqn
-from xform.jaxpr import Rules, carried, eqn_rule, interpret, walk
+from xform.jaxpr import Rules, carried, eqn_rule, interpret, trace, walk
 
 
 class _Value(NamedTuple):
@@ -42,8 +42,7 @@ def choose_results(program: Jaxpr, fixed: int, bind: Callable, keep: Rules) -> J
     def chosen(*args):
         return _unpack(run(program, [_Value(x, n >= fixed) for n, x in enumerate(args)]))
 
-    structs = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in program.invars]
-    return jax.make_jaxpr(chosen)(*structs)
+    return trace(chosen, *program.in_avals)
 
 
 def _has_branches(program: Jaxpr) -> bool:

@@ -27,10 +27,11 @@ from jax.interpreters import partial_eval as pe
 from xform._compat import Jaxpr, JaxprEqn, Literal, Var, source_info_util
 from xform._show import named
 from xform.jaxpr import eqn_rule, intern, interpret, source_line, sub_jaxprs, walk
+from xform.lowering._contract import wide_of
 from xform.lowering._spec import Read
 from xform.primitives._branches import choose_results
 from xform.primitives._objects import Mod, Shape, is_in_text
-from xform.primitives._rules import join_axes
+from xform.primitives._rules import check_sizes, join_axes
 from xform.primitives._short import short_reads, watched
 
 _INDEX = jax.ShapeDtypeStruct((), jnp.int32)
@@ -76,7 +77,7 @@ def take_apart(
     mask = None if mask is None else _trace("mask_mod", mask)
     context = _context(score, mask)
     where = list(context)
-    reads = _reads(score, where) if score else {}
+    reads = _reads(score, where, wide) if score else {}
     return Mods(
         score=_pointwise(score, [v for group in reads.values() for v in group], wide)
         if score
@@ -209,6 +210,7 @@ def open_mod(name: str, mod: Callable, *score, shape: Shape | None = None) -> Op
         ) from error
     _check_result(name, mod, out, jnp.floating if score else jnp.bool_)
     arrays = [jnp.asarray(x) for x in jaxpr.consts]
+    check_sizes(f"`{name}` {_called(mod)}", **{f"array {n}": x for n, x in enumerate(arrays)})
     # Traced again without the types of shard_map, which a lowering knows nothing about.
     flat = jax.make_jaxpr(interpret(pe.convert_constvars_jaxpr(jaxpr), _KEEP, default=_bind))
     program = flat(*map(_struct, arrays), *score, *[_INDEX] * 4)
@@ -355,16 +357,17 @@ def _context(score: Traced | None, mask: Traced | None) -> dict[Var, jax.Array]:
     return context
 
 
-def _reads(score: Traced, context: list[Var]) -> dict[Var, dict[Var, Read]]:
+def _reads(score: Traced, context: list[Var], wide) -> dict[Var, dict[Var, Read]]:
     """For each captured array, its reads by the variable that they define."""
     reads: dict[Var, dict[Var, Read]] = {}
     gathers = score.gathers()
     needed = score.needed([score.out], stop=gathers)
     for out, eqn in gathers.items():
         if out in needed:  # and not only behind the index of another
-            reads.setdefault(_var(eqn.invars[0]), {})[out] = _read(score, eqn, context)
+            reads.setdefault(_var(eqn.invars[0]), {})[out] = _read(score, eqn, context, wide)
     for v in score.captured([score.out], stop=gathers):
-        reads.setdefault(v, {})[v] = Read(shape=score.known[v].shape)
+        array = score.known[v]
+        reads.setdefault(v, {})[v] = Read(array.shape, dtype=_loaded(array.dtype, wide))
     if found := [score.known[v] for v in reads if jnp.iscomplexobj(score.known[v])]:
         found = ", ".join(f"{x.dtype}{list(x.shape)}" for x in found)
         raise ValueError(
@@ -374,7 +377,7 @@ def _reads(score: Traced, context: list[Var]) -> dict[Var, dict[Var, Read]]:
     return reads
 
 
-def _read(traced: Traced, eqn: JaxprEqn, context: list[Var]) -> Read:
+def _read(traced: Traced, eqn: JaxprEqn, context: list[Var], wide) -> Read:
     """The read that a `gather` or `dynamic_slice` equation makes."""
     outs = eqn.invars[1:]
     is_gather = eqn.primitive.name == "gather"
@@ -384,6 +387,7 @@ def _read(traced: Traced, eqn: JaxprEqn, context: list[Var]) -> Read:
         ),
         "dims": traced.dims(outs).replace("b", ""),
         "shape": _aval(eqn.outvars[0]).shape,
+        "dtype": _loaded(_aval(eqn.outvars[0]).dtype, wide),
         "slice_sizes": eqn.params["slice_sizes"],
     }
     if is_gather:
@@ -406,7 +410,7 @@ def _index_program(traced: Traced, outs: Sequence, context: list[Var], join: Cal
 
 
 def _pointwise(traced: Traced, loaded: list[Var], wide) -> Jaxpr:
-    """`(score, b, h, q, k, *reads) -> score`, floating reads and the result in the wide dtype.
+    """`(score, b, h, q, k, *reads) -> score`, reads as they are loaded, the result wide.
 
     A narrow capture is rounded to its own dtype only where the mod computes with it there. Where
     all that the mod does is widen it, its gradient too is never rounded to the narrow dtype.
@@ -425,11 +429,16 @@ def _pointwise(traced: Traced, loaded: list[Var], wide) -> Jaxpr:
         return jnp.asarray(traced.evaluate([traced.out], env)[0]).astype(wide)
 
     def struct(v: Var):
-        aval = _aval(v)
-        floating = jnp.issubdtype(aval.dtype, jnp.floating)
-        return jax.ShapeDtypeStruct(aval.shape, wide if floating else aval.dtype)
+        return jax.ShapeDtypeStruct(_aval(v).shape, _loaded(_aval(v).dtype, wide))
 
     return _program(program, jax.ShapeDtypeStruct((), wide), *[_INDEX] * 4, *map(struct, loaded))
+
+
+def _loaded(dtype, wide):
+    """What a captured array is loaded in, and its gradient added up in: wide, if it is floating."""
+    if not jnp.issubdtype(dtype, jnp.floating):
+        return dtype
+    return max(wide_of(dtype), jnp.dtype(wide), key=lambda d: d.itemsize)
 
 
 def _program(f: Callable, *avals) -> Jaxpr:
