@@ -432,15 +432,14 @@ def test_attention_is_transposed_in_its_values():
     )
     score = lambda s, b, h, i, j: s * q[b, i, h, 0]
 
-    def attend(q, v):
+    def attend(v):
         return flex_attention(q, k, v, score_mod=score, mask_mod=causal(), sinks=jnp.ones(4))
 
     def both(ct):
-        (transposed,) = jax.linear_transpose(lambda v: attend(q, v), v)(ct)
-        return transposed, jax.vjp(lambda v: attend(q, v), v)[1](ct)[0]
+        return jax.linear_transpose(attend, v)(ct)[0], jax.vjp(attend, v)[1](ct)[0]
 
     found, true = once(both, ct)
     assert np.abs(true).max() > 0.1
     np.testing.assert_allclose(found, true, rtol=1e-5, atol=1e-6)
     with pytest.raises(NotImplementedError, match="linear in `v`, and in no other argument"):
-        jax.linear_transpose(lambda q: attend(q, v), q)(ct)
+        jax.linear_transpose(lambda q: flex_attention(q, k, v), q)(ct)

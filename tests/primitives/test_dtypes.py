@@ -136,7 +136,7 @@ def test_no_dtype_is_promoted_behind_a_users_back(dtype):
 @pytest.mark.parametrize("scale", [np.complex64(1 + 1j), 1j])
 def test_a_complex_scale_is_refused(scale):
     q = normal(1, 4, 1, 8)
-    with pytest.raises(TypeError, match="`scale` is .*1j.*; needed is a"):
+    with pytest.raises(TypeError, match=r"`scale` is .*1j.*; needed is a"):
         flex_attention(q, q, q, scale=scale)
     with pytest.raises(TypeError, match="needed is a real number"):
         flex_attention(q, q, q, scale=jnp.complex64(1j))

@@ -79,11 +79,13 @@ def inputs(length, table, dtype=np.float64):
     ids=["all", *KINDS],
 )  # fmt: skip
 def test_no_pass_makes_an_array_of_each_pair(kind):
-    """Compiled temporaries: a table for each pair of one tile would take 1,024 MiB."""
+    """Temporaries of a compiled gradient, in which the forward pass is.
+
+    A table for each pair of one tile would take 1,024 MiB, one for each query 4.
+    """
     x = [jax.ShapeDtypeStruct(a.shape, jnp.float32) for a in inputs(512, 4096)]
-    for f in (loss(kind, causal()), jax.grad(loss(kind, causal()), (0, 1, 2, 3))):
-        memory = jax.jit(f).lower(*x).compile().memory_analysis()
-        assert memory.temp_size_in_bytes < 24 * 2**20
+    grad = jax.jit(jax.grad(loss(kind, causal()), (0, 1, 2, 3)))
+    assert grad.lower(*x).compile().memory_analysis().temp_size_in_bytes < 40 * 2**20
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -88,7 +89,7 @@ class Read:
     shape: tuple[int, ...]
     index: Jaxpr | None = None
     dims: str = ""
-    dtype: jnp.dtype = _FLOAT32
+    dtype: Any = _FLOAT32
     dimension_numbers: lax.GatherDimensionNumbers = lax.GatherDimensionNumbers((), (), ())
     slice_sizes: tuple[int, ...] = ()
     mode: lax.GatherScatterMode | None = None

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import jax
 from jax import lax
 
-from xform._compat import Jaxpr, JaxprEqn
+from xform._compat import Jaxpr, JaxprEqn, source_info_util
 from xform.jaxpr import Rules, carried, eqn_rule, interpret, trace, walk
 
 
@@ -58,9 +58,9 @@ class _Chooser:
 
     def __init__(self, bind: Callable, keep: Rules):
         self.bind = bind
-        own = {"cond": self._cond, "scan": self._scan, "while": self._while}
-        self.rules: dict[Any, Any] = {key: eqn_rule(self._as_it_is) for key in keep}
-        self.rules |= {name: eqn_rule(rule) for name, rule in own.items()}
+        own = {"cond": self._cond, "scan": self._scan, "while": self._while, "jit": self._call}
+        self.rules: dict[Any, Any] = {name: eqn_rule(rule) for name, rule in own.items()}
+        self.rules |= {key: eqn_rule(self._as_it_is) for key in keep}
 
     def run(self, program: Jaxpr, args: Sequence[_Value]) -> list[_Value]:
         return interpret(program, self.rules, default=self._as_it_is, lift=_Value)(*args)
@@ -69,6 +69,11 @@ class _Chooser:
         out, moves = self.bind(eqn, *_unpack(args)), any(a.moves for a in args)
         several = eqn.primitive.multiple_results
         return [_Value(x, moves) for x in out] if several else _Value(out, moves)
+
+    def _call(self, eqn: JaxprEqn, *args: _Value):
+        """A body whose equations know no line of the user's have that of the call."""
+        with source_info_util.user_context(eqn.source_info.traceback):
+            return self.run(eqn.params["jaxpr"], args)
 
     def _cond(self, eqn: JaxprEqn, index: _Value, *operands: _Value):
         branches = eqn.params["branches"]

@@ -16,6 +16,7 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Collection, Sequence
+from contextlib import nullcontext
 from typing import NamedTuple
 
 import jax
@@ -27,6 +28,7 @@ from jax.interpreters import partial_eval as pe
 from xform._compat import Jaxpr, JaxprEqn, Literal, Var, source_info_util
 from xform._show import named
 from xform.jaxpr import eqn_rule, intern, interpret, source_line, sub_jaxprs, walk
+from xform.jaxpr._walk import UNKNOWN
 from xform.lowering._contract import wide_of
 from xform.lowering._spec import Read
 from xform.primitives._branches import choose_results
@@ -268,7 +270,9 @@ def _bind(eqn: JaxprEqn, *args):
             f"a mod must be a pure function of its arguments: `{eqn.primitive.name}` has side "
             f"effects (at {source_line(eqn)}). Take it out of the mod."
         )
-    with source_info_util.user_context(eqn.source_info.traceback):
+    known = source_line(eqn) != UNKNOWN
+    line = source_info_util.user_context(eqn.source_info.traceback) if known else nullcontext()
+    with line:
         return eqn.primitive.bind(*args, **eqn.primitive.get_bind_params(eqn.params))
 
 
