@@ -53,6 +53,9 @@ KINDS = {
 }  # fmt: skip
 
 
+QUICK = {"a branch in a loop", "an array changed by the query"}
+
+
 def of_all(s, h, q, k, t):
     """All kinds one after the other; what each adds is small, so that none is drowned."""
     for kind in KINDS.values():
@@ -91,8 +94,11 @@ def test_no_pass_makes_an_array_of_each_pair(kind):
 @pytest.mark.parametrize(
     ("kind", "length"),
     [
-        (of_all, 400),
-        *(pytest.param(f, 24, marks=pytest.mark.slow) for f in KINDS.values()),
+        pytest.param(of_all, 400, marks=pytest.mark.slow),
+        *(
+            pytest.param(f, 24, marks=() if n in QUICK else pytest.mark.slow)
+            for n, f in KINDS.items()
+        ),
     ],
     ids=["all, many tiles", *KINDS],
 )
