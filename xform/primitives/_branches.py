@@ -16,8 +16,9 @@ from typing import Any, NamedTuple
 import jax
 from jax import lax
 
-from xform._compat import Jaxpr, JaxprEqn, source_info_util
+from xform._compat import Jaxpr, JaxprEqn
 from xform.jaxpr import Rules, carried, eqn_rule, interpret, trace, walk
+from xform.jaxpr._walk import at_line
 
 
 class _Value(NamedTuple):
@@ -72,7 +73,7 @@ class _Chooser:
 
     def _call(self, eqn: JaxprEqn, *args: _Value):
         """A body whose equations know no line of the user's have that of the call."""
-        with source_info_util.user_context(eqn.source_info.traceback):
+        with at_line(eqn):
             return self.run(eqn.params["jaxpr"], args)
 
     def _cond(self, eqn: JaxprEqn, index: _Value, *operands: _Value):
