@@ -18,7 +18,7 @@ import functools
 import inspect
 import math
 from collections.abc import Callable, Collection, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -437,7 +437,7 @@ def _read(traced: Traced, eqn: JaxprEqn, context: list[Var], wide) -> Read:
     return Read(**common, dimension_numbers=numbers, mode=lax.GatherScatterMode.CLIP)
 
 
-def _one_nan(x):
+def _one_nan(x) -> Any:
     """`x`, and for every NaN the same one, so that equal reads are equal."""
     return math.nan if isinstance(x, float | np.floating) and math.isnan(x) else x
 
