@@ -92,6 +92,11 @@ def cuda_device(ctx) -> tuple[str | None, str | None]:
     return getattr(first, "compute_capability", None), getattr(first, "device_kind", None)
 
 
+def is_exported(ctx) -> bool:
+    """Returns whether a program is lowered for `jax.export`; 0.11 and 0.12."""
+    return ctx.module_context.lowering_parameters.for_export
+
+
 def found_races() -> bool:
     """Returns whether the interpreter of GPU kernels saw a race; 0.12 raises where 0.11 prints."""
     from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks

@@ -421,3 +421,25 @@ def test_equal_code_is_one_program_however_often_it_is_traced():
     assert len(once_more) == 12
     assert len(set(once_more)) == 2
     assert not set(once_more) & set(params(-1))
+
+
+def test_attention_is_transposed_in_its_values():
+    """Over several tiles, with sinks, whose factor no value decides; in nothing else."""
+    rng = np.random.default_rng(0)
+    q, k, v, ct = (
+        jnp.asarray(rng.normal(size=s), jnp.float32)
+        for s in ((1, 300, 4, 8), (1, 300, 2, 8), (1, 300, 2, 6), (1, 300, 4, 6))
+    )
+    score = lambda s, b, h, i, j: s * q[b, i, h, 0]
+
+    def attend(v):
+        return flex_attention(q, k, v, score_mod=score, mask_mod=causal(), sinks=jnp.ones(4))
+
+    def both(ct):
+        return jax.linear_transpose(attend, v)(ct)[0], jax.vjp(attend, v)[1](ct)[0]
+
+    found, true = once(both, ct)
+    assert np.abs(true).max() > 0.1
+    np.testing.assert_allclose(found, true, rtol=1e-5, atol=1e-6)
+    with pytest.raises(NotImplementedError, match="linear in `v`, and in no other argument"):
+        jax.linear_transpose(lambda q: flex_attention(q, k, v), q)(ct)

@@ -20,6 +20,7 @@ from xform.primitives.masks import Mask, causal, documents, prefix, sliding_wind
 RNG = np.random.default_rng(3)
 IDS = jnp.asarray(np.sort(RNG.integers(0, 5, 4096)))
 BLOCKS = jnp.asarray(np.tril(RNG.random((4, 4)) < 0.6) | np.eye(4, dtype=bool))
+MASKS = jnp.asarray(RNG.random((2, 4, 20, 20)) < 0.4)
 PADDED = jnp.asarray(np.arange(24) < np.array([[24], [0], [13], [1]]))
 
 
@@ -54,12 +55,22 @@ WRONG_VALUES = {
     "a mask made for 4,096 positions used at 100": Case(
         (2, 100, 100, 2, 2, 16, 16), mask=lambda c: lambda b, h, q, k: (IDS[q] == IDS[k]) & (q >= k)
     ),
-    "one mask for all batches and heads, and an array of them": Case(
+    "a mask that each batch entry has of its own, for all heads": Case(
         (4, 20, 20, 8, 4, 8, 8), mask=lambda c: lambda b, h, q, k: (k < 5 * b + 2) | (q == k)
+    ),
+    "an array of masks, one for each batch entry and head": Case(
+        (2, 20, 20, 4, 2, 8, 8), mask=lambda c: lambda b, h, q, k: MASKS[b, h, q, k]
+    ),
+    "an array of masks, one for each batch entry and all heads": Case(
+        (2, 20, 20, 4, 2, 8, 8), mask=lambda c: lambda b, h, q, k: MASKS[:, :1][b, 0, q, k]
+    ),
+    "an array that is one mask for all batches and heads": Case(
+        (2, 20, 20, 4, 2, 8, 8), mask=lambda c: lambda b, h, q, k: MASKS[0, 0][q, k]
     ),
     "a window in 2,048 positions": Case(
         (1, 2048, 2048, 1, 1, 16, 16), mask=lambda c: sliding_window(128)
     ),
+    "float32 with heads of 128": Case((1, 200, 200, 2, 1, 128, 128), mask=lambda c: causal()),
     "a neighbourhood by absolute differences, dq too": Case(
         (1, 576, 576, 1, 1, 16, 16), "float16", mask=beside(24, 2)
     ),
@@ -141,6 +152,7 @@ QUICK = {
     "log-sum-exp below -88.7 and a length of 64 modulo 128",
     "padding of a whole batch row",
     "a float32 bias of bfloat16 inputs",
+    "an array of masks, one for each batch entry and head",
 }
 
 
@@ -155,9 +167,10 @@ def normal(*shape):
     return jnp.asarray(RNG.normal(size=shape), jnp.float32)
 
 
-def test_two_calls_merged_by_their_log_sum_exps_are_one_call_with_both_masks():
+@pytest.mark.parametrize("length", [90, pytest.param(512, marks=pytest.mark.slow)])
+def test_two_calls_merged_by_their_log_sum_exps_are_one_call_with_both_masks(length):
     """A window, and tokens that all see, apart and together; values and gradients."""
-    x = normal(1, 90, 2, 8), normal(1, 90, 2, 8), normal(1, 90, 2, 8)
+    x = tuple(normal(1, length, 2, 8) for _ in range(3))
     window, rest = sliding_window(9, right=8), prefix(4) & ~sliding_window(9, right=8)
 
     def merged(q, k, v):

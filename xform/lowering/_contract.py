@@ -35,6 +35,15 @@ from xform._compat import Primitive
 
 Role = Literal["tile", "row", "col"]
 
+
+def wide_of(dtype) -> jnp.dtype:
+    """What numbers of a floating dtype are added up in: float32, float64 for float64.
+
+    By name, since `jnp.promote_types` is a user's to forbid (`jax_numpy_dtype_promotion`).
+    """
+    return jnp.dtype(jnp.float64 if dtype == jnp.float64 else jnp.float32)
+
+
 # The operands from which each output is made; the dimensions of each, `i` for a pair (g, q); and
 # which of them is summed over.
 _OPERANDS: dict[Role, tuple[Role, Role]] = {
@@ -104,7 +113,7 @@ def _product(x, y, *, out: Role):
         x, y, ((contracting[:1], contracting[1:]), ((), ())),
         # Float32 stays float32 on GPUs and TPUs; narrower types have one precision.
         precision=lax.Precision.HIGHEST if x.dtype == jnp.float32 else None,
-        preferred_element_type=jnp.promote_types(x.dtype, jnp.float32),
+        preferred_element_type=wide_of(x.dtype),
     )  # fmt: skip
 
 
@@ -115,7 +124,7 @@ def _abstract(x, y, *hide, out, dtype):
         "row": (*x.shape[:2], y.shape[-1]),
         "col": (x.shape[2], y.shape[-1]),
     }[out]
-    return ShapedArray(shape, jnp.promote_types(dtype, jnp.float32))
+    return ShapedArray(shape, wide_of(dtype))
 
 
 def _jvp(primals, tangents, **params):

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from xform.lowering._contract import contract
+from xform.lowering._contract import contract, wide_of
 from xform.lowering._spec import At
 from xform.lowering._tile_fn import COL, ROW, Kind, TileFn, base
 
@@ -85,7 +85,7 @@ class LossSpec:
     @property
     def wide(self) -> jnp.dtype:
         """The dtype of logits, statistics and accumulators: float32, float64 for float64."""
-        return jnp.promote_types(self.dtype, jnp.float32)
+        return wide_of(self.dtype)
 
     @property
     def both_curved(self) -> bool:

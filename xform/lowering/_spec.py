@@ -9,12 +9,16 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from xform._compat import Jaxpr, jaxpr_as_fun
+from xform.lowering._contract import wide_of
+
+_FLOAT32 = jnp.dtype(jnp.float32)
 
 EMPTY, PARTIAL, FULL = 0, 1, 2
 """The codes of a block map: what a mask leaves of a tile."""
@@ -75,6 +79,7 @@ class Read:
 
     Attributes:
       shape: of what one scalar evaluation of the mod reads.
+      dtype: that it is loaded in, and that its gradient is added up in.
       index: `(b, h, q, k, *context) -> start indices`; None reads the whole array.
       dims: those of "hqk" that the index depends on.
       dimension_numbers, slice_sizes, mode, fill_value: of the scalar gather, as in
@@ -84,6 +89,7 @@ class Read:
     shape: tuple[int, ...]
     index: Jaxpr | None = None
     dims: str = ""
+    dtype: Any = _FLOAT32
     dimension_numbers: lax.GatherDimensionNumbers = lax.GatherDimensionNumbers((), (), ())
     slice_sizes: tuple[int, ...] = ()
     mode: lax.GatherScatterMode | None = None
@@ -101,10 +107,10 @@ class Read:
         return (*(getattr(at, d).shape[0] for d in self.dims), *self.shape)
 
     def load(self, operand, starts):
-        """What the mod reads of `operand`, `[*dims, *slice]`."""
+        """What the mod reads of `operand`, `[*dims, *slice]`, in its dtype there."""
         if starts is None:
-            return operand
-        return lax.gather(
+            return self._widened(operand)
+        read = lax.gather(
             operand,
             starts,
             self._numbers(),
@@ -112,6 +118,10 @@ class Read:
             mode=self.mode,
             fill_value=self.fill_value,
         )
+        return self._widened(read)
+
+    def _widened(self, x):
+        return x if x.dtype == self.dtype else x.astype(self.dtype)
 
     def store(self, total, starts, ct):
         """Adds the cotangent `ct` of a read to `total`, the cotangent of the whole array."""
@@ -162,7 +172,7 @@ class Spec:
     @property
     def wide(self) -> jnp.dtype:
         """The dtype of scores, statistics and accumulators: float32, float64 for float64."""
-        return jnp.promote_types(self.dtype, jnp.float32)
+        return wide_of(self.dtype)
 
     def tail(self, kind, shape: tuple[int, ...]) -> tuple[int, ...]:
         """The dimensions of a whole operand but `B T H` of rows, `B S K` of columns."""
@@ -184,8 +194,11 @@ class Spec:
 
     @property
     def scale_scores(self) -> bool:
-        """Whether the scale must go on the scores: on narrow queries it would cost a rounding.
+        """Whether the scale must go on the scores: on queries it could cost them digits or range.
 
-        On the queries it costs `D` multiplications per row, not `S`.
+        On the queries it costs `D` multiplications per row, not `S`. Narrow ones it would round,
+        unless it is a power of 2. Those of float16 have no room for any factor, and what is large
+        or very small could lead out of every range where the product of q and k does not.
         """
-        return self.dtype != self.wide and math.frexp(abs(self.scale))[0] != 0.5
+        rounds = self.dtype != self.wide and math.frexp(abs(self.scale))[0] != 0.5
+        return rounds or self.dtype == jnp.float16 or not 2**-16 <= abs(self.scale) <= 1

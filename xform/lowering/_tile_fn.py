@@ -13,14 +13,15 @@ five matrix products, `s = q k^T`, `dv = p^T do`, `dp = do v^T`, `dq = ds k` and
 
 Each function declares the kind of every operand and result (`ROW`, `COL`, or a tuple of `Read`s
 for a captured array) and is called with one tile of each; a captured array arrives as the tuple
-of what its reads loaded. All floating tiles are in the spec's wide dtype: what crosses tiles is
-accumulated there and rounded once, at the end.
+of what its reads loaded. All floating tiles are in the spec's wide dtype, and captured arrays in
+theirs: what crosses tiles is accumulated there and rounded once, at the end.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import re
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
@@ -59,7 +60,7 @@ def scores(spec: Spec, at: At, q, k, shared):
     """Modified scores of a tile, `[g,q,k]`, minus infinity where hidden.
 
     In a partial tile the mod sees 0 instead of what is hidden: then whatever its value and its
-    derivative are there, NaN included, goes nowhere.
+    derivative are there, NaN included, goes nowhere. (Arrays: see `_at_visible_pairs`.)
     """
     q = q if spec.scale_scores else q * jnp.asarray(spec.scale, q.dtype)
     s = _contract(spec, at, q, k, "tile")
@@ -102,10 +103,13 @@ def _modified(spec: Spec, at: At, s, *loaded):
     if spec.score is None:
         return s
     mod = jaxpr_as_fun(spec.score)
-    dims = ("hqk", *(read.dims for group in spec.reads for read in group))
+    reads = [read for group in spec.reads for read in group]
+    dims = ("hqk", *(read.dims for read in reads))
     if at.visible is None:
         unmasked = lambda b, h, q, k, s, *reads: mod(s, b, h, q, k, *reads)[0]
         return at.over("hqk", unmasked, s, *loaded, arg_dims=dims)
+    if any(read.shape for read in reads):
+        return _at_visible_pairs(mod, at, at.visible, dims, s, *loaded)
 
     def masked(b, h, q, k, visible, s, *reads):
         s, *reads = (jnp.where(visible, x, jnp.zeros_like(x)) for x in (s, *reads))
@@ -113,6 +117,56 @@ def _modified(spec: Spec, at: At, s, *loaded):
 
     visible = jnp.broadcast_to(at.visible, s.shape)
     return at.over("hqk", masked, visible, s, *loaded, arg_dims=("hqk", *dims))
+
+
+def _at_visible_pairs(mod: Callable, at: At, visible, dims: Sequence[str], *loaded):
+    """A mod that reads arrays, at every point of a partial tile.
+
+    With a 0 in the place of what is hidden, an array that all pairs share would become one of each
+    pair. So at a hidden pair the mod sees a visible one of the same query, or of another query
+    where this has none: its derivative there is one that is wanted anyway, times a cotangent of 0.
+    What belongs to a query alone stays so, and what belongs to all is as it was.
+    """
+    visible = visible.any(0)  # the heads of a unit share their mask
+    some = visible.any(1)
+    row = jnp.where(some, jnp.arange(len(some)), some.argmax())
+    key = visible.argmax(1)[row]
+    at = dataclasses.replace(at, q=at.q[row])
+
+    def chosen(x, dims: str):
+        """What pairs have of `x`, and what those have that are hidden: None if that is the same."""
+        x = jnp.take(x, row, axis=dims.index("q")) if "q" in dims else x
+        if "k" not in dims:
+            return _held(x, some.any()) if jnp.issubdtype(x.dtype, jnp.floating) else x, None, ""
+        outer = "hq" if "h" in dims else "q"
+        other = at.over(outer, lambda b, h, q, k, x, j: x[j], x, key, arg_dims=(dims, "q"))
+        return x, lax.stop_gradient(other), outer
+
+    everywhere, hidden, hidden_dims = zip(*map(chosen, loaded, dims), strict=True)
+
+    def masked(b, h, q, k, visible, other, *values):
+        there, hidden = values[: len(loaded)], values[len(loaded) :]
+        pairs = zip((k, *there), (other, *hidden), strict=True)
+        k, s, *reads = (x if y is None else jnp.where(visible, x, y) for x, y in pairs)
+        return mod(s, b, h, q, k, *reads)[0]
+
+    return at.over(
+        "hqk", masked, visible, at.k[key], *everywhere, *hidden,
+        arg_dims=("qk", "q", *dims, *hidden_dims),
+    )  # fmt: skip
+
+
+@jax.custom_jvp
+def _held(x, moves):
+    """`x`, whose derivative is 0 unless it `moves`: then nothing is copied in the forward pass."""
+    del moves
+    return x
+
+
+@_held.defjvp
+def _(primals, tangents):
+    x, moves = primals
+    return x, jnp.where(moves, tangents[0], 0)
 
 
 def _contract(spec: Spec, at: At, x, y, out):
@@ -291,11 +345,10 @@ def raise_underivable(spec: Any, error: Exception) -> None:
 
 def tile_aval(kind: Kind, at: At, shape: tuple[int, ...], dtype):
     """The abstract tile of an operand whose whole shape ends in `shape`."""
-    struct = lambda s: jax.ShapeDtypeStruct(s, dtype)
     if not isinstance(kind, str):
-        return tuple(struct(read.tile_shape(at)) for read in kind)
-    rows = (at.h.shape[0], at.q.shape[0])
-    return struct((*(rows if kind == ROW else at.k.shape), *shape))
+        return tuple(jax.ShapeDtypeStruct(read.tile_shape(at), read.dtype) for read in kind)
+    lead = (at.h.shape[0], at.q.shape[0]) if kind == ROW else at.k.shape
+    return jax.ShapeDtypeStruct((*lead, *shape), dtype)
 
 
 def primal(fn: TileFn) -> list[bool]:

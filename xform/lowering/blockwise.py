@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from xform.lowering._contract import wide_of
 from xform.lowering._spec import FULL, PARTIAL, At, Spec
 from xform.lowering._tile_fn import COL, ROW, Kind, TileFn, base, scores, weighted
 from xform.lowering._units import Units
@@ -202,7 +203,7 @@ def _attend_unit(grid: Grid, q, k, v, captures, peak: bool):
         def step(masked, j, carry):
             top, total, acc, *argmax = carry
             at = grid.tile(i, j, masked)
-            reads = [_load(g, x, at, wide) for g, x in zip(spec.reads, captures, strict=True)]
+            reads = [_load(g, x, at) for g, x in zip(spec.reads, captures, strict=True)]
             s = scores(spec, at, q_tile, grid.col.take(k, j), reads)
             highest = s.max(-1)
             new = jnp.maximum(top, highest)
@@ -296,7 +297,7 @@ def _tile_sum_unit(fn: TileFn, grid: Grid, arrays, trailing):
     def evaluate(at, index):
         """Loads one tile of every operand and applies `fn`."""
         tiles = [
-            _widen(sides[k].take(x, index[k]), wide) if k in sides else _load(k, x, at, wide)
+            _widen(sides[k].take(x, index[k]), wide) if k in sides else _load(k, x, at)
             for x, k in zip(arrays, fn.operands, strict=True)
         ]
         return fn(at, *tiles)
@@ -331,10 +332,13 @@ def _tile_sum_unit(fn: TileFn, grid: Grid, arrays, trailing):
             for whole, k, total in zip(wholes, fn.results, totals, strict=True)
         ]
 
-    wholes = [
-        jnp.zeros((*lead[k], sides[k].padded, *shape) if k in sides else shape, wide)
-        for k, shape in zip(fn.results, trailing, strict=True)
-    ]
+    def nothing(kind: Kind, shape):
+        """What a result is added to, all of it."""
+        if isinstance(kind, str):
+            return jnp.zeros((*lead[kind], sides[kind].padded, *shape), wide)
+        return jnp.zeros(shape, kind[0].dtype)
+
+    wholes = [nothing(k, shape) for k, shape in zip(fn.results, trailing, strict=True)]
     return _loop(sides[outer].count, line, wholes)
 
 
@@ -352,9 +356,9 @@ def _plan(spec: Spec, hidden: int, row, col, arrays, context, one_by_one: bool):
     return units, rows, Side.cut_evenly(col.shape[hidden + 1], heads, 0)
 
 
-def _load(reads, capture, at: At, wide):
+def _load(reads, capture, at: At):
     """What the reads of one captured array load of it."""
-    return tuple(_widen(read.load(capture, read.starts(at)), wide) for read in reads)
+    return tuple(read.load(capture, read.starts(at)) for read in reads)
 
 
 def _widen(x, wide):
@@ -366,5 +370,5 @@ def _all_finite(arrays):
 
     Where the numbers are finite and their sum is not, that costs time and nothing else.
     """
-    total = lambda x: jnp.sum(jnp.abs(x), dtype=jnp.promote_types(x.dtype, jnp.float32))
+    total = lambda x: jnp.sum(jnp.abs(x), dtype=wide_of(x.dtype))
     return jnp.isfinite(jnp.stack([total(x).astype(jnp.float32) for x in arrays])).all()

@@ -12,13 +12,14 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
+from xform.lowering._contract import wide_of
 from xform.lowering._dropout import kept
 
 
 def attend(q, k, v, *, score_mod, mask_mod, scale, dropout_rate, dropout_key, peak):
     """Output `[B,T,H,V]` in the dtype of q, log-sum-exp and, with `peak`, maximum `[B,T,H]`."""
     (b, t, h, _), (_, s, kv, _) = q.shape, k.shape
-    dtype, wide = q.dtype, jnp.promote_types(q.dtype, jnp.float32)
+    dtype, wide = q.dtype, wide_of(q.dtype)
     k, v = (jnp.repeat(x, h // kv, axis=2).astype(wide) for x in (k, v))
     visible = jnp.ones((b, h, t, s), bool)
     if mask_mod is not None:
@@ -39,7 +40,8 @@ def attend(q, k, v, *, score_mod, mask_mod, scale, dropout_rate, dropout_key, pe
     seen = jnp.einsum("bhts,bhsv->bhtv", visible.astype(wide), 1 - jnp.isfinite(v).astype(wide))
     weights = jnp.where(visible, weights / safe, 0)
     if dropout_rate:
-        weights = weights * everywhere(partial(kept, dropout_key, dropout_rate), b, h, t, s)
+        keep = everywhere(partial(kept, dropout_key, dropout_rate), b, h, t, s)
+        weights = weights * keep.astype(wide)
     out = _product("bhts,bhsv->bhtv", weights, _clean(v), seen == 0)
     lse = jnp.where(total == 0, -jnp.inf, jnp.log(safe) + top)[..., 0]
     statistics = (lse, maximum) if peak else (lse,)
@@ -69,7 +71,9 @@ def _modified(score_mod, scores, visible):
     to the derivative of a capture, may be NaN.
     """
     flat = jnp.arange(visible.size, dtype=jnp.int32).reshape(visible.shape)
-    index = jnp.unravel_index(jnp.where(visible, flat, visible.argmax()), visible.shape)
+    index = jnp.unravel_index(
+        jnp.where(visible, flat, visible.argmax().astype(flat.dtype)), visible.shape
+    )
     mod = score_mod
     for _ in visible.shape:
         mod = jax.vmap(mod)
@@ -88,7 +92,7 @@ def cross_entropy(
     hidden, weight, labels, bias=None, *, vocab_dim, softcap, label_smoothing, z_loss, ignore_label
 ):
     """Loss and log-sum-exp of each token, as of `linear_cross_entropy`, from all logits."""
-    wide = jnp.promote_types(hidden.dtype, jnp.float32)
+    wide = wide_of(hidden.dtype)
     weight = (weight if vocab_dim == 1 else weight.T).astype(wide)
     ignored = labels == ignore_label
     hidden = jnp.where(ignored[..., None], 0, hidden).astype(wide)

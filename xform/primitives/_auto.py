@@ -16,7 +16,6 @@ from functools import partial
 from itertools import count
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 from jax.core import ShapedArray
 from jax.experimental.custom_partitioning import custom_partitioning
@@ -24,7 +23,9 @@ from jax.interpreters import mlir
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from xform._compat import Primitive, apply_primitive, cuda_device, lower_with_devices
+from xform.lowering._contract import wide_of
 from xform.primitives._choose import Device
+from xform.primitives._rules import check_export
 
 
 def register(primitive: Primitive, structs: Callable, impl: Callable) -> None:
@@ -42,7 +43,10 @@ def register(primitive: Primitive, structs: Callable, impl: Callable) -> None:
         devices = getattr(ctx.module_context.axis_context, "device_assignment", None)
         device = Device(platform, *(cuda_device(ctx) if platform == "cuda" else (None, None)))
         split = _instances(ctx.avals_in, params["hidden"])
-        lower = partial(impl, device=device, auto=len(devices or ()) > 1 and not split)
+        auto = len(devices or ()) > 1 and not split
+        if auto:
+            check_export("linear_cross_entropy", ctx)
+        lower = partial(impl, device=device, auto=auto)
         if split:
             lower = _on_instances(lower, structs, ctx.avals_in, split)
             return mlir.lower_fun(lower, multiple_results=True)(ctx, *args, **params)
@@ -120,7 +124,7 @@ def _on_instances(
         sums = [axis_names(split[d] for d in split if p[d] is None) for p in placed]
 
         def local(*args):
-            wide = lambda s, axes: jnp.promote_types(s.dtype, jnp.float32) if axes else s.dtype
+            wide = lambda s, axes: wide_of(s.dtype) if axes else s.dtype
             part = lambda s, p: NamedSharding(mesh, p).shard_shape(s.shape)
             each = zip(results, placed, sums, strict=True)
             outs = tuple((part(s, p), wide(s, axes)) for s, p, axes in each)

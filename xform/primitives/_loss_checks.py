@@ -9,6 +9,7 @@ from jax.core import Tracer
 
 from xform._compat import varying_axes
 from xform.lowering._loss_fn import Chunks
+from xform.primitives._rules import check_sizes
 
 _DTYPES = ("bfloat16", "float16", "float32", "float64")
 IMPLEMENTATIONS = (None, "chunked", "mosaic_gpu", "reference")
@@ -27,6 +28,7 @@ def check_kinds(hidden, weight, labels, bias, chunks) -> None:
         wrong.append(f"`chunks` is {chunks!r}; needed is `xform.lowering.chunked.Chunks`, or None")
     if wrong:
         raise TypeError(f"linear_cross_entropy: {'; '.join(wrong)}.")
+    check_sizes("linear_cross_entropy", **arrays)
 
 
 # What each number has to be, in words and as a condition.

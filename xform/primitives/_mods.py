@@ -18,7 +18,7 @@ import functools
 import inspect
 import math
 from collections.abc import Callable, Collection, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -32,9 +32,11 @@ from xform._compat import Jaxpr, JaxprEqn, Literal, Var
 from xform._show import named
 from xform.jaxpr import eqn_rule, intern, interpret, source_line, sub_jaxprs, walk
 from xform.jaxpr._walk import UNKNOWN, at_line, current_line
+from xform.lowering._contract import wide_of
 from xform.lowering._spec import Read
+from xform.primitives._branches import choose_results
 from xform.primitives._objects import Mod, Shape, is_in_text
-from xform.primitives._rules import join_axes
+from xform.primitives._rules import check_sizes, join_axes
 from xform.primitives._short import short_reads, watched
 
 _INDEX = jax.ShapeDtypeStruct((), jnp.int32)
@@ -81,7 +83,7 @@ def take_apart(
     mask = None if mask is None else _trace("mask_mod", mask)
     context = _context(score, mask)
     where = list(context)
-    reads = _reads(score, where) if score else {}
+    reads = _reads(score, where, wide) if score else {}
     return Mods(
         score=_pointwise(score, [v for group in reads.values() for v in group], wide)
         if score
@@ -216,12 +218,16 @@ def open_mod(name: str, mod: Callable, *score, shape: Shape | None = None) -> Op
     _check_result(name, mod, out, jnp.floating if score else jnp.bool_)
     _check_consts(name, mod, jaxpr.consts)
     arrays = [jnp.asarray(x) for x in jaxpr.consts]
+    check_sizes(f"`{name}` {_called(mod)}", **{f"array {n}": x for n, x in enumerate(arrays)})
     # Traced again without the types of shard_map, which a lowering knows nothing about.
     flat = jax.make_jaxpr(interpret(pe.convert_constvars_jaxpr(jaxpr), _KEEP, default=_bind))
     with _no_mesh():
         program = flat(*map(_struct, arrays), *score, *[_INDEX] * 4)
     if shape is not None and not wrong:  # what is in an object that does not fit need not be said
         wrong = short_reads(f"`{name}` {_called(mod)}", program, shape, is_in_text())
+    if score:
+        with _no_mesh():
+            program = choose_results(program, len(arrays), _bind, _KEEP)
     return Opened(program, arrays, wrong)
 
 
@@ -390,16 +396,17 @@ def _context(score: Traced | None, mask: Traced | None) -> dict[Var, jax.Array]:
     return context
 
 
-def _reads(score: Traced, context: list[Var]) -> dict[Var, dict[Var, Read]]:
+def _reads(score: Traced, context: list[Var], wide) -> dict[Var, dict[Var, Read]]:
     """For each captured array, its reads by the variable that they define."""
     reads: dict[Var, dict[Var, Read]] = {}
     gathers = score.gathers()
     needed = score.needed([score.out], stop=gathers)
     for out, eqn in gathers.items():
         if out in needed:  # and not only behind the index of another
-            reads.setdefault(_var(eqn.invars[0]), {})[out] = _read(score, eqn, context)
+            reads.setdefault(_var(eqn.invars[0]), {})[out] = _read(score, eqn, context, wide)
     for v in score.captured([score.out], stop=gathers):
-        reads.setdefault(v, {})[v] = Read(shape=score.known[v].shape)
+        array = score.known[v]
+        reads.setdefault(v, {})[v] = Read(array.shape, dtype=_loaded(array.dtype, wide))
     if found := [score.known[v] for v in reads if jnp.iscomplexobj(score.known[v])]:
         found = ", ".join(f"{x.dtype}{list(x.shape)}" for x in found)
         raise ValueError(
@@ -409,7 +416,7 @@ def _reads(score: Traced, context: list[Var]) -> dict[Var, dict[Var, Read]]:
     return reads
 
 
-def _read(traced: Traced, eqn: JaxprEqn, context: list[Var]) -> Read:
+def _read(traced: Traced, eqn: JaxprEqn, context: list[Var], wide) -> Read:
     """The read that a `gather` or `dynamic_slice` equation makes."""
     outs = eqn.invars[1:]
     is_gather = eqn.primitive.name == "gather"
@@ -419,6 +426,7 @@ def _read(traced: Traced, eqn: JaxprEqn, context: list[Var]) -> Read:
         ),
         "dims": traced.dims(outs).replace("b", ""),
         "shape": _aval(eqn.outvars[0]).shape,
+        "dtype": _loaded(_aval(eqn.outvars[0]).dtype, wide),
         "slice_sizes": eqn.params["slice_sizes"],
     }
     if is_gather:
@@ -429,7 +437,7 @@ def _read(traced: Traced, eqn: JaxprEqn, context: list[Var]) -> Read:
     return Read(**common, dimension_numbers=numbers, mode=lax.GatherScatterMode.CLIP)
 
 
-def _one_nan(x):
+def _one_nan(x) -> Any:
     """`x`, and for every NaN the same one, so that equal reads are equal."""
     return math.nan if isinstance(x, float | np.floating) and math.isnan(x) else x
 
@@ -446,7 +454,7 @@ def _index_program(traced: Traced, outs: Sequence, context: list[Var], join: Cal
 
 
 def _pointwise(traced: Traced, loaded: list[Var], wide) -> Jaxpr:
-    """`(score, b, h, q, k, *reads) -> score`, floating reads and the result in the wide dtype.
+    """`(score, b, h, q, k, *reads) -> score`, reads as they are loaded, the result wide.
 
     A narrow capture is rounded to its own dtype only where the mod computes with it there. Where
     all that the mod does is widen it, its gradient too is never rounded to the narrow dtype.
@@ -465,11 +473,16 @@ def _pointwise(traced: Traced, loaded: list[Var], wide) -> Jaxpr:
         return jnp.asarray(traced.evaluate([traced.out], env)[0]).astype(wide)
 
     def struct(v: Var):
-        aval = _aval(v)
-        floating = jnp.issubdtype(aval.dtype, jnp.floating)
-        return jax.ShapeDtypeStruct(aval.shape, wide if floating else aval.dtype)
+        return jax.ShapeDtypeStruct(_aval(v).shape, _loaded(_aval(v).dtype, wide))
 
     return _program(program, jax.ShapeDtypeStruct((), wide), *[_INDEX] * 4, *map(struct, loaded))
+
+
+def _loaded(dtype, wide):
+    """What a captured array is loaded in, and its gradient added up in: wide, if it is floating."""
+    if not jnp.issubdtype(dtype, jnp.floating):
+        return dtype
+    return max(wide_of(dtype), jnp.dtype(wide), key=lambda d: d.itemsize)
 
 
 def _program(f: Callable, *avals) -> Jaxpr:

@@ -7,6 +7,8 @@ is copied and the user's mods never see it.
 Inside `shard_map` every array has a type that says which mesh axes it varies over. Operands of
 one primitive are cast to one type before it is bound (the transpose of that cast is the sum over
 devices that makes the gradient of a replicated operand right).
+
+Sizes are numbers: `check_sizes` says so where `jax.export` has made symbols of them.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from xform._compat import varying_axes
+from xform._compat import is_exported, varying_axes
 
 
 def from_numpy(*arrays) -> list:
@@ -31,6 +33,33 @@ def join_axes(arrays: Sequence) -> list:
     axes = frozenset().union(*map(varying_axes, arrays))
     missing = [tuple(sorted(axes - varying_axes(x))) for x in arrays]
     return [lax.pcast(x, m, to="varying") if m else x for x, m in zip(arrays, missing, strict=True)]
+
+
+def check_sizes(caller: str, **arrays) -> None:
+    """Raises if arrays, by the names of `caller`'s arguments, have sizes that are no numbers."""
+    found = {
+        f"{', '.join(map(str, unknown))} of `{name}` {tuple(x.shape)}"
+        for name, x in arrays.items()
+        if (unknown := [n for n in getattr(x, "shape", ()) if not isinstance(n, int)])
+    }
+    if found:
+        raise NotImplementedError(
+            f"{caller} needs sizes that are numbers, and some are symbols: "
+            f"{'; '.join(sorted(found))}. How arrays are cut into tiles is decided when a program "
+            "is traced. Export one program for each size that there is, or one for the longest, "
+            "and hide what is beyond a text's end by a mask."
+        )
+
+
+def check_export(caller: str, ctx) -> None:
+    """Raises if a program that XLA's partitioner is to split is lowered for `jax.export`."""
+    if is_exported(ctx):
+        raise NotImplementedError(
+            f"{caller} can't be exported for several devices where XLA's partitioner splits arrays,"
+            " by mesh axes of type `Auto`: it asks a Python function how, which no file can hold. "
+            "Let types say it, `jax.make_mesh(sizes, names, (jax.sharding.AxisType.Explicit,) * "
+            "len(names))`, or call it inside `jax.shard_map`."
+        )
 
 
 def broadcast_like(x, y):

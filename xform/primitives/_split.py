@@ -35,9 +35,11 @@ from jax.interpreters import mlir
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from xform._compat import Primitive, apply_primitive, cuda_device, lower_with_devices
+from xform.lowering._contract import wide_of
 from xform.lowering._tile_fn import COL, ROW, Kind
 from xform.primitives._choose import Device
 from xform.primitives._own import Own
+from xform.primitives._rules import check_export
 
 type Axes = tuple[str, ...]
 type Specs = Sequence[tuple[Axes, ...]]
@@ -239,7 +241,7 @@ def _local(impl: Callable, layouts: Layouts, axes: dict[str, Axes], sizes: Mappi
         tuple(sorted(used - {axis for d in x.dims for axis in axes.get(d, ())}))
         for x in layouts.results
     ]
-    wide = lambda dtype, s: jnp.promote_types(dtype, jnp.float32) if s else dtype
+    wide = lambda dtype, s: wide_of(dtype) if s else dtype
     outs = [
         jax.ShapeDtypeStruct(x.seen(axes, sizes), wide(x.dtype, s))
         for x, s in zip(layouts.results, sums, strict=True)
@@ -373,6 +375,8 @@ def splittable(primitive: Primitive, layouts: Callable, impl: Callable) -> None:
         several = getattr(on, "num_devices", 1) > 1 and not hasattr(on, "manual_axes")
         whole = partial(local, origin=(0, 0), outs=layout.results)
         split = several and layout.local
+        if split:
+            check_export("flex_attention", ctx)
         run = _in_partitioner(local, layout, whole) if split else whole
         f = lambda *args: run(*words(args))
         if split and not mesh.empty:  # that of `jax.set_mesh`, which custom partitioning overlooks

@@ -25,11 +25,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.interpreters import ad, batching
+from jax.interpreters import partial_eval as pe
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float
 
 from xform._compat import Primitive
 from xform.lowering import blockwise, reference
+from xform.lowering._contract import wide_of
 from xform.lowering._dropout import threefry
 from xform.lowering._spec import Spec
 from xform.lowering._tile_fn import COL, ROW, Attend, Jvp, Peak, Transpose, base, log_sum
@@ -40,6 +42,7 @@ from xform.primitives._own import of_context, of_reads
 from xform.primitives._rules import (
     add_hidden_dim,
     broadcast_like,
+    check_sizes,
     from_numpy,
     hidden_sizes,
     join_axes,
@@ -204,7 +207,7 @@ def _traced(q, score_mod, mask_mod, scale, dropout_rate, *, deterministic: bool 
     if isinstance(scale, jax.Array):  # it may be traced, and has a gradient: a capture like others
         scaled = partial(_scaled, score_mod, scale)
         score_mod, scale = functools.update_wrapper(scaled, score_mod or _scaled), 1.0
-    mods = take_apart(score_mod, mask_mod, jnp.promote_types(q.dtype, jnp.float32), shape)
+    mods = take_apart(score_mod, mask_mod, wide_of(q.dtype), shape)
     spec = Spec(
         float(scale), jnp.dtype(q.dtype),
         mods.score, mods.reads, mods.mask, mods.mask_dims, dropout_rate, deterministic,
@@ -315,8 +318,8 @@ def _with_sinks(out, lse, sinks):
     top = base(jax.lax.stop_gradient(jnp.maximum(lse, sinks)))
     keys = jnp.exp(lse - top)
     total = keys + jnp.exp(sinks - top)
-    out = (out * (keys * blockwise.inverse(total))[..., None]).astype(out.dtype)
-    return out, log_sum(top, total)
+    factor = (keys * blockwise.inverse(total))[..., None]
+    return (out.astype(factor.dtype) * factor).astype(out.dtype), log_sum(top, total)
 
 
 flex_attention_p = Primitive("flex_attention")
@@ -431,6 +434,44 @@ def _d_max(primals, tangents, top, argmax, *, spec, hidden):
     return d_sum * blockwise.inverse(number)
 
 
+def _transpose(cts, *args, spec, hidden, dtype, peak, implementation):
+    """Attention is linear in v alone: `out = A` of `Attend`, whose L is 1."""
+    q, k, v, captures, context = _split(args, spec)
+    others = (q, k, *captures, *context)
+    if not ad.is_undefined_primal(v) or any(map(ad.is_undefined_primal, others)):
+        raise NotImplementedError(
+            "flex_attention is linear in `v`, and in no other argument: transpose it as a function "
+            "of `v` alone, or differentiate it, by `jax.vjp` or `jax.linearize`."
+        )
+    if type(cts[0]) is ad.Zero:
+        return [ad.Zero(v.aval) if x is v else None for x in args]
+    params = dict(spec=spec, hidden=hidden, dtype=dtype, implementation=implementation)
+    top, total = _statistics(args, v.aval, peak=False, **params)
+    linear = (False, False, False, False, True, *(False for _ in captures))
+    fn = Transpose(Attend(spec), linear, (v.aval.shape[hidden + 3 :],))
+    (ct,) = tile_sum(
+        fn, [q, top, blockwise.inverse(total), k, *captures, cts[0], jnp.zeros_like(total)],
+        context, hidden=hidden, outs=[v.aval], implementation=implementation,
+    )  # fmt: skip
+    return [ct if x is v else None for x in args]
+
+
+def _statistics(args, v, **params):
+    """All results but the output, which alone depends on v."""
+    v = jnp.zeros((*v.shape[:-1], 1), v.dtype)
+    return flex_attention_p.bind(*join_axes((*args[:2], v, *args[3:])), **params)[1:]
+
+
+def _partial_eval(trace, *tracers, **params):
+    """Where v alone is not known, the output alone is not: what is computed of it stays linear."""
+    results = trace.default_process_primitive(flex_attention_p, tracers, params)
+    others = [*tracers[:2], *tracers[3:]]
+    if tracers[2].is_known() or not all(x.is_known() for x in others):
+        return results
+    known = [x.pval.get_known() if x.is_known() else None for x in tracers]
+    return [results[0], *_statistics(known, tracers[2].aval, **params)]
+
+
 def _batch(args, dims, *, hidden, **params):
     args, _ = add_hidden_dim(args, dims)
     results = flex_attention_p.bind(*args, hidden=hidden + 1, **params)
@@ -439,6 +480,8 @@ def _batch(args, dims, *, hidden, **params):
 
 splittable(flex_attention_p, _layouts, _impl)
 ad.primitive_jvps[flex_attention_p] = _jvp
+ad.primitive_transposes[flex_attention_p] = _transpose
+pe.custom_partial_eval_rules[flex_attention_p] = _partial_eval
 batching.primitive_batchers[flex_attention_p] = _batch
 
 
@@ -463,6 +506,7 @@ def _check(
         )
     if wrong:
         raise TypeError(f"{caller}: {'; '.join(wrong)}.")
+    check_sizes(caller, **arrays)
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.ndim != 4:
             wrong.append(
@@ -505,6 +549,8 @@ def _check_mods(score_mod, mask_mod, scale, shape: Shape, caller="flex_attention
         raise TypeError(f"`scale` is {scale!r}; needed is a number or a scalar array.")
     if scale is not None and jnp.shape(scale):
         raise ValueError(f"`scale` must be a scalar, found shape {jnp.shape(scale)}.")
+    if scale is not None and jnp.iscomplexobj(scale):
+        raise TypeError(f"`scale` is {scale!r}; needed is a real number.")
 
 
 def of_pairs(sizes: Sequence[int | None], *mods: Callable | None) -> tuple[Callable | None, ...]:
@@ -520,7 +566,7 @@ def check_places(q, score_mod, mask_mod, shape: Shape, caller: str = "flex_atten
 
     For whoever calls them at other indices than their own, or does not trace them.
     """
-    open_mods(score_mod, mask_mod, jnp.promote_types(q.dtype, jnp.float32), shape, caller)
+    open_mods(score_mod, mask_mod, wide_of(q.dtype), shape, caller)
 
 
 def _misfits(q, k, v, sinks) -> list[str]:

@@ -171,7 +171,7 @@ def _cross_entropy(
         entries = size * lax.axis_size(vocab_axis)
     if jnp.issubdtype(labels.dtype, jnp.unsignedinteger):  # none of these is -1
         labels = jnp.minimum(labels, min(jnp.iinfo(labels.dtype).max, jnp.iinfo(jnp.int32).max))
-    labels = labels.astype(jnp.promote_types(labels.dtype, jnp.int32))  # they may be -1
+    labels = labels.astype(jnp.int64 if labels.dtype == jnp.int64 else jnp.int32)  # may be -1
     ignored = labels == ignore_label
     found = (labels >= 0) & (labels < entries)
     own = jnp.where((labels >= first) & (labels < first + size), labels - first, -1)

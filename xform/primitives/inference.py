@@ -27,11 +27,12 @@ from jax.typing import ArrayLike
 from jaxtyping import Float, Int
 
 from xform._compat import varying_axes
+from xform.lowering._contract import wide_of
 from xform.lowering._tile_fn import base, log_sum
 from xform.lowering.blockwise import inverse
 from xform.primitives._mods import take_apart
 from xform.primitives._objects import Shape, in_text, static
-from xform.primitives._rules import from_numpy, join_axes
+from xform.primitives._rules import check_sizes, from_numpy, join_axes
 from xform.primitives.attention import (
     Aux,
     _attend,
@@ -206,6 +207,7 @@ def paged_attention(
     """
     aux = (aux,) if isinstance(aux, str) else tuple(aux)
     q, k_pages, v_pages, sinks = from_numpy(q, k_pages, v_pages, sinks)
+    check_sizes("paged_attention", q=q, k_pages=k_pages, v_pages=v_pages, page_table=page_table)
     _check_pages(q, k_pages, v_pages, page_table)
     (pages, size), (_, room) = k_pages.shape[:2], page_table.shape
     rows = lambda x: jax.ShapeDtypeStruct((q.shape[0], room * size, *x.shape[2:]), x.dtype)
@@ -288,7 +290,7 @@ def _over_parts(
     seen = _named(partial(_seen, kept, lengths, q.shape[1], mask_mod), mask_mod)
     attend = partial(_part, q, kept, lengths, score_mod, seen, options)
     rows = q.shape[:3]
-    wide = jnp.promote_types(q.dtype, jnp.float32)
+    wide = wide_of(q.dtype)
     count = -(-kept.length // kept.part) if kept.part else 1
     nothing = jnp.zeros((*rows, v_size), wide), jnp.full(rows, -jnp.inf, wide)
     nothing = tuple(join_axes((*nothing, q, lengths, *kept.arrays))[:2])

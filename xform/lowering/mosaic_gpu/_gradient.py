@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 import jax
 import jax.numpy as jnp
 
+from xform.lowering._contract import wide_of
 from xform.lowering._spec import Read, Spec
 from xform.lowering._tile_fn import Attend, Jvp, TileFn, Transpose, base
 from xform.lowering.mosaic_gpu import _attend
@@ -158,7 +159,7 @@ def tile_sum(
 
 def _summed(x, out):
     """A result of the kernel, summed over the hidden dimensions that its operand does not have."""
-    wide = jnp.promote_types(x.dtype, jnp.float32)
+    wide = wide_of(x.dtype)
     dims = tuple(d for d, (n, m) in enumerate(zip(x.shape, out.shape, strict=True)) if n > m == 1)
     x = x.sum(dims, keepdims=True, dtype=wide) if dims else x
     return x.astype(out.dtype)

@@ -4,12 +4,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax import Array, lax
 from jax.typing import ArrayLike
 from jaxtyping import Float, PyTree
 
 from xform._compat import varying_axes
+from xform.lowering._contract import wide_of
 from xform.primitives._objects import Shape
 from xform.primitives.attention import (
     Aux,
@@ -116,7 +116,7 @@ def _by_ring(q, k, v, layout: Layout, score_mod, mask_mod, scale, axis: str, opt
     scale = max(1, q.shape[-1]) ** -0.5 if scale is None else scale
     if isinstance(scale, jax.Array):
         score_mod, scale = _with_scale(score_mod, scale), 1.0
-    opens = Opens.of(score_mod, mask_mod, jnp.promote_types(q.dtype, jnp.float32))
+    opens = Opens.of(score_mod, mask_mod, wide_of(q.dtype))
     steps = live_steps(mask_mod, layout, q.shape[0], q.shape[2])
     return ring(q, k, v, layout, Program(float(scale), **options), opens, axis, steps)
 

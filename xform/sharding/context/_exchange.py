@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from xform.lowering._contract import wide_of
 from xform.primitives._rules import join_axes
 from xform.primitives.attention import flex_attention
 from xform.sharding.context._mods import moved, place
@@ -40,7 +41,7 @@ def _gathered(xs: tuple[Array, ...], axis: str) -> tuple[Array, ...]:
 
 
 def _summed(axis: str, _, cts: tuple[Array, ...]) -> tuple[tuple[Array, ...]]:
-    wide = lambda ct: ct.astype(jnp.promote_types(ct.dtype, jnp.float32))
+    wide = lambda ct: ct.astype(wide_of(ct.dtype))
     scatter = partial(lax.psum_scatter, axis_name=axis, scatter_dimension=1, tiled=True)
     return (tuple(scatter(wide(ct)).astype(ct.dtype) for ct in cts),)
 

@@ -29,6 +29,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from xform.lowering._contract import wide_of
 from xform.primitives._rules import join_axes
 from xform.primitives.parts import Program, Rows, attend, join, pull_back
 from xform.sharding.context._mods import Opens, place
@@ -90,7 +91,7 @@ def ring(
 
 
 def _nothing(q: Array, v: Array) -> tuple[Array, Array]:
-    wide = jnp.promote_types(q.dtype, jnp.float32)
+    wide = wide_of(q.dtype)
     out = jnp.zeros((*q.shape[:3], v.shape[-1]), wide)
     return tuple(join_axes((out, jnp.full(q.shape[:3], -jnp.inf, wide), q, v))[:2])
 
