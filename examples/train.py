@@ -6,17 +6,20 @@
         --layout.sequence --layout.overlap ring
     uv run --extra train examples/train.py --pp 2 --schedule zb-h1 --microbatches 8
     uv run --extra train examples/train.py --dp 2 --cp 2 --tp 2 --length 2048 --layout.context ring
+    uv run --extra train examples/train.py --ep 4 --tp 2 --model.experts 8 --model.top-k 2 \
+        --model.hidden 160 --model.shared 64
     uv run --extra train examples/train.py --data notes/ letters.txt
     uv run --extra train examples/train.py --data train.bin --held-out val.bin \
         --separator 50256 --model.codes 50257 --tokenizer tokenizer.json
     uv run --extra train examples/train.py --resume
 
 It runs on all accelerators that JAX finds, or on a CPU split into eight virtual devices, as a mesh
-of `dp` (each a part of the batch) × `cp` (of each row, if there is one) × `tp` (of the matrices);
-how, parallel.py says, and for `pp` (each a part of the layers) pipelined.py. With `--processes`, as
-many as these share the mesh, each with its own devices: all are given the same command but for
-their `--process`. What a run leaves is a folder in `runs/`. Ctrl-C lets it finish and save its
-step; `--resume` goes on as if nothing had happened.
+of `dp` (each a part of the batch) × `cp` (of each row, if there is one) × `tp` (of the matrices)
+× `ep` (of the experts, if there are any, and of the batch); how, parallel.py says, and for `pp`
+(each a part of the layers) pipelined.py. With `--processes`, as many as these share the mesh, each
+with its own devices: all are given the same command but for their `--process`. What a run leaves is
+a folder in `runs/`. Ctrl-C lets it finish and save its step; `--resume` goes on as if nothing had
+happened.
 """
 
 import contextlib
@@ -70,8 +73,9 @@ def mesh_for(config: Config) -> Mesh:
     count, schedule = jax.device_count() // (config.pp or 1), schedule_for(config)
     m = config.model
     tp = config.tp or math.gcd(2, count, m.codes, m.heads, m.kv_heads, m.hidden)
-    dp = config.dp or max(1, count // (tp * (config.cp or 1)))
-    mesh = make_mesh(dp=dp, pp=config.pp, cp=config.cp, tp=tp)
+    ep = config.ep or (1 if m.experts else None)
+    dp = config.dp or max(1, count // (tp * (config.cp or 1) * (ep or 1)))
+    mesh = make_mesh(dp=dp, pp=config.pp, cp=config.cp, tp=tp, ep=ep)
     pipelined.check(config.layout, config.model, mesh, config.batch, config.length, schedule)
     return mesh
 
@@ -194,7 +198,7 @@ def forecast(config: Config, mesh: Mesh) -> Costs:
     params = jax.tree.map(struct, params, parallel.placement(layout, config.model, mesh))
     shape = (config.batch, config.length)
     rows = jax.eval_shape(lambda: Rows(*[np.zeros(shape, np.int32)] * 3))
-    placed = shardings(mesh, P(*parallel.of_rows(mesh)))
+    placed = shardings(mesh, parallel.specs_of_rows(mesh))
     rows = jax.tree.map(lambda x: struct(x, placed), rows)
     grads = parallel.gradients(config.model, mesh, layout, "f32")
     costs = cost(grads)(params, rows)
