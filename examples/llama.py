@@ -3,9 +3,8 @@
 The model is written once. On one device it is called as it stands. Inside `jax.shard_map`, with the
 parameters split as `SPECS` says and `tp` saying how, each device holds some of the heads, of the
 feed-forward units and of the vocabulary. A block opens with the columns of its matrices and closes
-with their rows: there, and nowhere else, devices talk. With `experts`, a feed-forward block is many
-of which each token goes to a few, dealt out as `ep` says. With a `Cache`, the same layers `extend`
-a text token by token.
+with their rows: there, and nowhere else, devices talk. A token may have a few feed-forward blocks
+of many, `experts` that `ep` deals out. With a `Cache`, the layers `extend` a text token by token.
 
 Shapes are the suffixes of names:
 
@@ -144,8 +143,7 @@ def one_by_one(step, x, stack):
 
 def stream(
     params: dict, tokens_BT, ids_BT, config: Config,
-    tp: TensorParallel = ONE, scan=one_by_one, cp: ContextParallel = WHOLE,
-    ep: ExpertParallel = HERE,
+    tp: TensorParallel = ONE, scan=one_by_one, cp: ContextParallel = WHOLE, ep=HERE,
 ):  # fmt: skip
     """Returns what the model makes of each position, [B, T, M], and how experts were used, if any.
 
@@ -166,8 +164,7 @@ def stream(
 
 def through(
     layers: dict, x_BTM, ids_BT, config: Config,
-    tp: TensorParallel = ONE, scan=one_by_one, cp: ContextParallel = WHOLE,
-    ep: ExpertParallel = HERE,
+    tp: TensorParallel = ONE, scan=one_by_one, cp: ContextParallel = WHOLE, ep=HERE,
 ):  # fmt: skip
     """Returns `stream` after some layers, stacked along their leading dimension."""
     mask = causal() & documents(cp.whole(ids_BT))
@@ -250,8 +247,7 @@ def rotate(x_BTHD, rotation):
 
 def loss(
     params: dict, rows, config: Config,
-    tp: TensorParallel = ONE, scan=one_by_one, cp: ContextParallel = WHOLE,
-    ep: ExpertParallel = HERE,
+    tp: TensorParallel = ONE, scan=one_by_one, cp: ContextParallel = WHOLE, ep=HERE,
 ):  # fmt: skip
     """Returns the summed negative log-likelihood of all labels, in nats, and their number.
 

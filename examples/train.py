@@ -187,32 +187,45 @@ def evaluate(config: Config, mesh: Mesh, params: dict, rows: Source) -> float:
 PANELS = {"loss": "loss (nats per token)", "tokens_per_second": "tokens per second"}
 
 
-def forecast(config: Config, mesh: Mesh) -> Costs:
-    """Prints what loss and gradients cost and need, before anything is compiled; returns costs.
+def forecast(config: Config, mesh: Mesh) -> tuple[Costs, Costs]:
+    """Prints what loss and gradients cost and need, before anything is compiled.
 
     Of a pipeline, what they cost and need without it.
+
+    Returns:
+      Costs of what runs, and those of the model alone, on one device: of experts that a mesh or a
+      capacity gives places, some of which stay empty, only what the tokens' choices cost.
     """
     mesh, layout = pipelined.flat(mesh, config.layout)
+    costs, needs = counted(config, config.model, mesh, layout)
+    print(f"{costs}\n{needs()}")
+    if not config.model.experts:
+        return costs, costs
+    model = dataclasses.replace(config.model, capacity=None)
+    one = make_mesh(dp=1, tp=1, ep=1, devices=mesh.local_devices[:1])
+    return costs, counted(config, model, one, parallel.PLAIN)[0]
+
+
+def counted(config: Config, model: llama.Config, mesh: Mesh, layout: parallel.Layout):
+    """Returns what loss and gradients of a model cost on a mesh, and what tells their memory."""
     struct = lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at)
-    params = jax.eval_shape(partial(llama.init, config.model), jax.random.key(0))
-    params = jax.tree.map(struct, params, parallel.placement(layout, config.model, mesh))
+    params = jax.eval_shape(partial(llama.init, model), jax.random.key(0))
+    params = jax.tree.map(struct, params, parallel.placement(layout, model, mesh))
     shape = (config.batch, config.length)
     rows = jax.eval_shape(lambda: Rows(*[np.zeros(shape, np.int32)] * 3))
     placed = shardings(mesh, parallel.specs_of_rows(mesh))
     rows = jax.tree.map(lambda x: struct(x, placed), rows)
-    grads = parallel.gradients(config.model, mesh, layout, "f32")
-    costs = cost(grads)(params, rows)
-    print(f"{costs}\n{memory(grads)(params, rows)}")
-    return costs
+    grads = parallel.gradients(model, mesh, layout, "f32")
+    return cost(grads)(params, rows), partial(memory(grads), params, rows)
 
 
 def watched(
-    config: Config, steps: Iterator[tuple[dict, float]], done: int, costs: Costs
+    config: Config, steps: Iterator[tuple[dict, float]], done: int, costs: tuple[Costs, Costs]
 ) -> Iterator[tuple[int, dict, float, float | None]]:
     """Passes the steps on, with their numbers and tokens per second, beside a progress bar."""
-    tokens = config.batch * config.length
+    tokens, (ran, model) = config.batch * config.length, costs
     # Virtual CPU devices share their cores, so that one of them has the peak of all.
-    devices = 1 if jax.default_backend() == "cpu" else None
+    devices = 1 if jax.default_backend() == "cpu" else ran.devices
     columns = ("step {task.completed}/{task.total}", BarColumn(), "{task.description}")
     with Progress(*columns, TimeRemainingColumn()) as bar:
         task = bar.add_task("compiling", total=config.steps, completed=done)
@@ -223,7 +236,7 @@ def watched(
             start = start or now
             if i:
                 seconds = (now - start) / i
-                used = [f(costs, seconds, devices=devices) for f in (mfu, hfu)]
+                used = [f(c, seconds, devices=devices) for f, c in ((mfu, model), (hfu, ran))]
                 shares = "  ".join(f"{share.name} {share:.0%}" for share in used)
                 status = f"loss {loss:.3f}  {tokens / seconds:,.0f} tokens/s  {shares}"
                 bar.update(task, completed=done + i + 1, description=status)
@@ -285,6 +298,15 @@ def fit(
     return pipelined.at_rest(state, schedule), done
 
 
+def sizes_of(model: llama.Config, params: dict) -> tuple[int, int]:
+    """Returns how many parameters there are, and how many of them a token meets."""
+    every = sum(x.size for x in jax.tree.leaves(params))
+    if not model.experts:
+        return every, every
+    expert = sum(params["layers"][name][:, 0].size for name in ("gate", "up", "down"))
+    return every, every - (model.experts - model.top_k) * expert
+
+
 def begin(config: Config, info: dict) -> Path:
     """Returns the run's folder, which the first process makes."""
     folder = Path(config.run or ".")
@@ -323,7 +345,8 @@ def main(config: Config) -> None:
         sys.exit(128 + stop.signal)
 
     params = jax.device_put(state["params"], shardings(mesh, P()))
-    print(f"parameters: {sum(x.size for x in jax.tree.leaves(params)):,}")
+    every, active = sizes_of(config.model, params)
+    print(f"parameters: {every:,}" + (f", {active:,} active" if active < every else ""))
     loss = evaluate(config, mesh, state["params"], held_out)
     unit = "byte" if tokenizer is files.BYTES else "token"
     print(f"validation loss: {loss:.3f} nats per {unit}, on data held out\n")

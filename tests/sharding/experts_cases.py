@@ -16,6 +16,7 @@ from xform.sharding.experts import ExpertParallel, Routing, auxiliary
 B, T, M, E, F = 8, 8, 6, 8, 8
 OPTIONS = {"xla_backend_optimization_level": 0}
 BALANCE, Z = 0.5, 0.25
+DROPLESS = Routing(E, 2)
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,7 @@ class Case:
     cp: int = 1
     tp: int = 1
     ep: int = 1
-    routing: Routing = Routing(E, 2)
+    routing: Routing = DROPLESS
     sequence: bool = False
     shared: bool = False
     both: bool = False
@@ -80,29 +81,34 @@ def kept(experts, routing: Routing, positions: int):
     return found.reshape(experts.shape)
 
 
-def dense(p: dict, x, routing: Routing, positions: int):
-    """Returns what experts make of the tokens, with scores, and how many choices are dropped."""
-    logits = x @ p["router"]
+def dense(x, router, expert: Callable, routing: Routing, positions: int, bias=0.0, wide=None):
+    """Returns the sum of `expert(e, x)` that are chosen, and what was said of all."""
+    wide = wide or x.dtype
+    logits = x.astype(wide) @ router.astype(wide)
     scores = {"softmax": jax.nn.softmax, "sigmoid": jax.nn.sigmoid}[routing.score](logits)
-    order = jnp.argsort(-(scores + p["bias"]), -1, stable=True)
-    chosen = order[..., : routing.top_k]
+    order = jnp.argsort(-(scores + jnp.broadcast_to(bias, scores.shape)), -1, stable=True)
+    chosen = jax.lax.stop_gradient(order[..., : routing.top_k])
     weights = jnp.take_along_axis(scores, chosen, -1)
     if routing.normalise:
         weights /= weights.sum(-1, keepdims=True)
     shape = jax.ShapeDtypeStruct(chosen.shape, bool)
     find = lambda experts: kept(experts, routing, positions)
-    has_place = jax.pure_callback(find, shape, jax.lax.stop_gradient(chosen))
+    has_place = jax.pure_callback(find, shape, chosen)
     y = 0 * x
     for e in range(routing.experts):
         weight = jnp.where((chosen == e) & has_place, routing.scale * weights, 0).sum(-1)
-        made = (jax.nn.silu(x @ p["gate"][e]) * (x @ p["up"][e])) @ p["down"][e]
-        y += weight[..., None] * made
-    if "in" in p:
-        y += jnp.tanh(x @ p["in"]) @ p["out"]
-    return y, logits, scores, chosen, jnp.sum(~has_place)
+        y += weight[..., None].astype(x.dtype) * expert(e, x)
+    return y, (logits, scores, chosen), jnp.sum(~has_place)
 
 
-def penalties(logits, scores, chosen, experts: int):
+def gated(p: dict) -> Callable:
+    """The e-th expert on all tokens."""
+    return lambda e, x: (jax.nn.silu(x @ p["gate"][e]) * (x @ p["up"][e])) @ p["down"][e]
+
+
+def penalties(logits, scores, chosen):
+    """What uneven use of experts and large logits add to a mean loss."""
+    experts = logits.shape[-1]
     flat = chosen.reshape(-1)
     share = jnp.stack([jnp.mean(flat == e) for e in range(experts)])
     scores = (scores / scores.sum(-1, keepdims=True)).reshape(-1, experts)
@@ -117,9 +123,10 @@ def reference_of(routing: Routing, positions: int) -> Callable:
     def mean(p, batch):
         with jax.numpy_rank_promotion("allow"):
             x = batch["x"] * p["scale"]
-            y, *of_router, _ = dense(p, x, routing, positions)
+            y, of_router, _ = dense(x, p["router"], gated(p), routing, positions, p["bias"])
+            y += jnp.tanh(x @ p["in"]) @ p["out"] if "in" in p else 0
             each = jnp.where(batch["labels"], ((y - batch["y"]) ** 2).sum(-1), 0)
-            return each.sum() / batch["labels"].sum() + penalties(*of_router, E)
+            return each.sum() / batch["labels"].sum() + penalties(*of_router)
 
     return mean
 

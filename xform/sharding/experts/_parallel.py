@@ -164,8 +164,8 @@ class ExpertParallel:
           ValueError: Lists all that doesn't fit.
         """
         self._check(x, routing)
-        g = x.shape[-2] if routing.group is None or routing.capacity is None else routing.group
-        g = x.size // x.shape[-1] if routing.capacity is None else g
+        # Where nothing is dropped, all tokens are one group.
+        g = x.size // x.shape[-1] if routing.capacity is None else routing.group or x.shape[-2]
         grouped = lambda a: a.reshape(-1, g, a.shape[-1])
         axes = tuple(sorted(varying_axes(x)))
         weights = per_device(grouped(routes.weights).swapaxes(1, 2), axes)
@@ -177,7 +177,7 @@ class ExpertParallel:
         out, place = run(rows, choices.reshape(G, -1), expert, routing, g)
         missing = 0.0 if routing.capacity is not None else jnp.nan
         found = _take(out, place.reshape(-1), missing).reshape(G, k, g, -1)
-        y = jnp.sum(weights[..., None].astype(found.dtype) * found, 1)
+        y = jnp.sum(weights[..., None] * found.astype(weights.dtype), 1)
         dropped = jnp.sum(place >= len(out), dtype=jnp.int32)
         return y.reshape(*x.shape[:-1], -1).astype(x.dtype), dropped
 
@@ -206,25 +206,31 @@ class ExpertParallel:
         size = routing.sent(tokens, n)
         found = places(expert_GA, E, n, size)
         sent = _take(rows, found.choice.reshape(-1), 0.0).reshape(n, size, M)
-        if self.axis is None:
-            kept, came = found.kept, sent
-        else:
-            head = digits(found.kept.reshape(n, -1), size, M)
-            head = lax.stop_gradient(head.astype(rows.dtype))
-            came = self._exchange(jnp.concatenate([head, sent], 1))
-            kept = undigits(lax.stop_gradient(came[:, : head.shape[1]]), E // n, size)
-            came = came[:, head.shape[1] :]
+        if self.axis is None:  # they lie by expert as they are, and no place is empty
+            sizes = found.kept[0]
+            return expert(sent[0], self._ragged(sizes, True)), found.place
+
+        head = digits(found.kept.reshape(n, -1), size, M)
+        head = lax.stop_gradient(head.astype(rows.dtype))
+        came = self._exchange(jnp.concatenate([head, sent], 1))
+        kept = undigits(lax.stop_gradient(came[:, : head.shape[1]]), E // n, size)
+        came = came[:, head.shape[1] :].reshape(-1, M)
+
         at = by_expert(kept, size).reshape(-1)
         order = jnp.argsort(at, stable=True)
-        sizes, filled = jnp.sum(kept, 0, dtype=jnp.int32), (at < E // n)[order, None]
-
-        def dot(rows, matrices):
-            _check_matrices(rows, matrices, E // n)
-            return jnp.where(filled, self.product(rows, matrices, sizes), 0)
-
-        made = expert(_take(came.reshape(-1, M), order, 0.0), dot)
+        dot = self._ragged(jnp.sum(kept, 0, dtype=jnp.int32), (at < E // n)[order, None])
+        made = expert(_take(came, order, 0.0), dot)
         made = _take(made, jnp.argsort(order), 0.0).reshape(n, size, -1)
         return self._exchange(made).reshape(n * size, -1), found.place
+
+    def _ragged(self, sizes: Array, filled: Array | bool) -> Dot:
+        """Rows times the matrices of their experts; 0 for empty places, whatever a kernel gives."""
+
+        def dot(rows, matrices):
+            _check_matrices(rows, matrices, len(sizes))
+            return jnp.where(filled, self.product(rows, matrices, sizes), 0)
+
+        return dot
 
     def _devices(self) -> int:
         return 1 if self.axis is None else lax.axis_size(self.axis)
@@ -243,6 +249,8 @@ class ExpertParallel:
         width = x.shape[-1] if x.ndim else 0
         if x.ndim < 2 or not jnp.issubdtype(x.dtype, jnp.floating):
             wrong.append(f"the stream is {jax.typeof(x)}; needed is a floating `[..., T, M]`")
+        if not x.size:
+            wrong.append(f"the stream is {jax.typeof(x)}, which has no token")
         if E % n:
             on = " × ".join(f"{axis}={lax.axis_size(axis)}" for axis in self.axes)
             wrong.append(f"experts={E} is no multiple of the devices of {on}")
