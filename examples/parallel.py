@@ -83,8 +83,8 @@ def of_rows(mesh: Mesh | AbstractMesh) -> tuple[str, ...]:
 
 def specs_of_rows(mesh: Mesh | AbstractMesh) -> P:
     """Returns how rows and their positions are split."""
-    rows = tuple(axis for axis in of_rows(mesh) if axis != "cp")
-    return P(rows if len(rows) > 1 else rows[0], *(("cp",) if "cp" in mesh.axis_names else ()))
+    rows = ("dp", "ep") if "ep" in mesh.axis_names else "dp"
+    return P(rows, "cp") if "cp" in mesh.axis_names else P(rows)
 
 
 def place_rows(rows: PyTree, mesh: Mesh) -> PyTree:

@@ -91,7 +91,7 @@ def draw(seed: int) -> Case:
     sequence = bool(overlap) or pick(True, False)
     microbatches = pick(1, 2) if layout["dp"] * layout["cp"] <= B // 2 else 1
     groups = tp * pick(1, 2) if tp < 8 else tp
-    sizes = dict(
+    sizes: dict[str, Any] = dict(
         layers=2,
         width=16,
         heads=groups * pick(1, 2),

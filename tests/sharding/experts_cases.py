@@ -158,8 +158,8 @@ def layer_of(case: Case) -> Callable:
         if case.both and shared is not None:
             y, load = ep.routed(x, p["router"], swiglu(p), case.routing, bias=p["bias"])
             return y + tp.leave(shared(tp.enter(x))), load
-        options = dict(bias=p["bias"], shared=shared)
-        return ep.routed(x, p["router"], swiglu(p), case.routing, **options)
+        experts = swiglu(p)
+        return ep.routed(x, p["router"], experts, case.routing, bias=p["bias"], shared=shared)
 
     return layer
 
