@@ -10,22 +10,24 @@ These two exchanges are all that goes over the axis in the forward pass, and the
 which are exchanges too, all in the backward pass. Shapes are fixed, so what is sent is *places*,
 and some stay empty. Of N tokens on each of n devices, k experts each, a device has
 
-    with a capacity c       about c · N · k rows to work on and to send
-    without                 `bound` · N · k; n · min(k, E / n) · N, as many as there can be, without
+    with a capacity c       c · N · k rows to work on and to send
+    with a bound b          b · N · k
+    with neither            n · min(k, E / n) · N, as many as there can be
 
-The last is safe, and for few devices (n ≤ k) not more than twice what arrives; where n is large,
-give a bound. It is kept or the tokens beyond it are NaN: none is lost without a word. How many rows
-each expert has travels in front of the rows themselves, as digits, which every dtype holds exactly.
-`lax.ragged_all_to_all` sends no empty place; XLA has no CPU code for it, and what it needs to be
-told (where others' rows begin) is an exchange more.
+The last is min(n, E / k) times what arrives where all is even: safe, and dear where n is large. A
+bound is kept, or the tokens beyond it are NaN: none is lost without a word. How many rows each
+expert has travels in front of the rows, as digits that every dtype holds exactly.
+`lax.ragged_all_to_all` would send no empty place; XLA has no CPU code for it, and what it needs to
+be told (where others' rows begin) is an exchange more.
 
 Without a capacity, products are *ragged*: rows lie by expert, and `product` multiplies each run of
-them by its own matrix. `lax.ragged_dot` is JAX's; on a CPU it computes all rows times all matrices
-of the device, and on a GPU so too unless `JAX_RAGGED_DOT_USE_GPU_PALLAS_TRITON_LOWERING` is set.
-`tokamax.ragged_dot` takes the same arguments. With a capacity they are batched.
+them by its own matrix. `lax.ragged_dot` is JAX's: on a CPU it multiplies all rows by all matrices
+of the device, and so it does on a GPU unless `JAX_RAGGED_DOT_USE_GPU_PALLAS_TRITON_LOWERING=1`; any
+kernel that takes the same three arguments can stand in for it. It has no rule for `vmap` over rows
+alone: the stream takes leading dimensions instead. With a capacity, products are batched.
 
 Tensor parallelism splits each expert by columns and rows, as it does a block: all devices of `tp`
-route the same tokens, and one sum over it closes routed and shared experts together. Over
+route and send the same tokens, and one sum over it closes routed and shared experts together. Over
 `axis=("ep", "tp")` instead, each device has whole experts, and needs its own positions.
 """
 
