@@ -8,6 +8,7 @@ at the precision of the inputs says how large an error may be (`tests.oracle`).
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -83,8 +84,8 @@ class Case:
             index = index[:, np.asarray(once(see, x["captures"], *index))]
         return tuple(index)
 
-    def by_pairs(self, x, pairs):
-        """The results by name, from the list of visible pairs."""
+    def by_pairs(self, x, pairs, flash: bool = False):
+        """The results by name, from the list of visible pairs; see `as_flash`."""
         b, t, _, h, kv, d, _ = self.shape
         dtype, wide = x["q"].dtype, jnp.promote_types(x["q"].dtype, jnp.float32)
         at_b, at_h, at_q, at_k = map(jnp.asarray, pairs)
@@ -95,27 +96,68 @@ class Case:
         if (mod := self.score(x["captures"])) is not None:
             s = jax.vmap(mod)(s, at_b, at_h, at_q, at_k).astype(wide)
         row = (at_b * t + at_q) * h + at_h
-        rows = lambda f, x: f(x, row, b * t * h)
-        largest = rows(jax.ops.segment_max, s)
-        top, sink = jax.lax.stop_gradient(largest), jnp.zeros(b * t * h, wide)
-        if self.sinks:
-            sinks = jnp.broadcast_to(x["sinks"].astype(wide), (b, t, h)).reshape(-1)
-            top = jnp.maximum(top, jax.lax.stop_gradient(sinks))
-            sink = jnp.exp(sinks - top)
-        e = jnp.exp(s - top[row])
-        total = rows(jax.ops.segment_sum, e) + sink
-        empty = total == 0
-        safe = jnp.where(empty, 1, total)
-        # Rounded as the operand of a product is; a pair of casts XLA would leave out.
-        bits = jnp.finfo(dtype)
-        p = jax.lax.reduce_precision(e / safe[row], int(bits.nexp), int(bits.nmant))
-        out = rows(jax.ops.segment_sum, p[:, None] * v.astype(wide))
-        results = {
-            "out": out.astype(dtype),
-            "lse": jnp.where(empty, -jnp.inf, jnp.log(safe) + jnp.where(empty, 0, top)),
-            "max": largest,
-        }
+        sinks = x["sinks"] if self.sinks else jnp.full(h, -jnp.inf)
+        sinks = jnp.broadcast_to(sinks.astype(wide), (b, t, h)).reshape(-1)
+        rows = functools.partial(as_written, dtype, row)
+        if flash:
+            values = jnp.repeat(x["v"], h // kv, 2)
+            rows = functools.partial(as_flash, (at_b, at_h, at_q, at_k), values, row)
+        results = dict(zip(("out", "lse", "max"), rows(s, v.astype(wide), sinks), strict=True))
         return {n: results[n].reshape(b, t, h, *results[n].shape[1:]) for n in ("out", *self.aux)}
+
+
+def as_written(dtype, row, s, v, sinks):
+    """Output, log-sum-exp and maximum of each row, of the pairs' scores and values."""
+    rows = lambda f, x: f(x, row, len(sinks))
+    largest = rows(jax.ops.segment_max, s)
+    top = jax.lax.stop_gradient(jnp.maximum(largest, sinks))
+    e = jnp.exp(s - top[row])
+    total = rows(jax.ops.segment_sum, e) + jnp.where(jnp.isneginf(sinks), 0, jnp.exp(sinks - top))
+    empty = total == 0
+    safe = jnp.where(empty, 1, total)
+    out = rows(jax.ops.segment_sum, _rounded(e / safe[row], dtype)[:, None] * v)
+    lse = jnp.where(empty, -jnp.inf, jnp.log(safe) + jnp.where(empty, 0, top))
+    return out.astype(dtype), lse, largest
+
+
+@jax.custom_vjp
+def as_flash(pairs, values, row, s, v, sinks):
+    """`as_written`, with the derivative that every fused kernel takes (arXiv:2205.14135, B.4).
+
+    What a row's weights pull back is `dO . O`, of the rounded output, instead of a sum over the
+    row; and `dO V^T` is a product of matrices, `values` being `[B,T,H,V]`. So derivatives of scores
+    add up to zero no better than weights and output are rounded and that product is.
+    """
+    del pairs
+    return as_written(values.dtype, row, s, v, sinks)
+
+
+def _flash_forward(pairs, values, row, s, v, sinks):
+    results = as_flash(pairs, values, row, s, v, sinks)
+    return results, (pairs, values, row, s, sinks, *results[:2])
+
+
+def _flash_backward(kept, cts):
+    (at_b, at_h, at_q, at_k), values, row, s, sinks, out, lse = kept
+    (b, _, h, size), dtype, wide = values.shape, values.dtype, s.dtype
+    d_out = cts[0].reshape(b, -1, h, size)
+    product = jnp.einsum("bthv,bshv->bhts", d_out, values, preferred_element_type=wide)
+    d_out, out = cts[0].astype(wide), _rounded(out.astype(wide), dtype)
+    pull = (d_out * out).sum(-1) - cts[1]
+    p = jnp.exp(s - lse[row])
+    d_s = p * (product[at_b, at_h, at_q, at_k] - pull[row])
+    d_v = _rounded(p, dtype)[:, None] * d_out[row]
+    d_sinks = jnp.where(jnp.isneginf(sinks), 0, -jnp.exp(sinks - lse) * pull)
+    return None, None, None, d_s, d_v, d_sinks
+
+
+as_flash.defvjp(_flash_forward, _flash_backward)
+
+
+def _rounded(p, dtype):
+    """As the operand of a product is; a pair of casts XLA would leave out."""
+    bits = jnp.finfo(dtype)
+    return jax.lax.reduce_precision(p, int(bits.nexp), int(bits.nmant))
 
 
 def value_and_grads(f: Callable, x, cts):
@@ -125,27 +167,47 @@ def value_and_grads(f: Callable, x, cts):
     return results, grads
 
 
-def check(case: Case, *implementations: str | None, seed: int = 0) -> None:
+def check(case: Case, *implementations: str | None, seed: int = 0, flash: bool = False) -> None:
     """Asserts that implementations give the results and gradients of a case.
 
     The list at the precision of the inputs is summed in four orders, and the worst counts: one sum
-    of many numbers may come out right by luck.
+    of many numbers may come out right by luck. With `flash`, results may be off as those of a fused
+    kernel's derivative are (`as_flash`) on the same device, over four problems taken together: a
+    gradient that is a single number may come out right by luck, too.
     """
-    by_pairs = lambda x, cts, pairs: value_and_grads(lambda x: case.by_pairs(x, pairs), x, cts)
+    seeds = range(seed, seed + 4) if flash else (seed,)
+    runs = [_one_problem(case, implementations, seed, flash) for seed in seeds]
+    true, judges, found = (_together(trees) for trees in zip(*runs, strict=True))
+    for results in found:
+        _compare(results, judges, true)
+
+
+def _one_problem(case: Case, implementations, seed: int, flash: bool):
+    """The truth, what judges say, and what was found."""
+    by_pairs = lambda x, cts, pairs, flash=False: value_and_grads(
+        lambda x: case.by_pairs(x, pairs, flash), x, cts
+    )
     with jax.enable_x64(case.dtype == "float64"):
         x, cts = case.inputs(seed)
         pairs = case.pairs(x)
         found = [_run(case, how, x, cts) for how in implementations]
-        # Judged on the CPU, wherever it ran: XLA for GPUs leaves the judge's roundings out.
+        # Judged on the CPU, wherever it ran: XLA for GPUs leaves the judge's roundings out. What it
+        # would leave out of `flash` is written so that it can't.
         cpu = jax.local_devices(backend="cpu")[0]
-        x, cts = jax.device_put((x, cts), cpu)
+        if not flash:
+            x, cts = jax.device_put((x, cts), cpu)
         orders = [np.random.default_rng(i).permutation(len(pairs[0])) for i in range(4)]
-        judge = jax.jit(by_pairs, compiler_options=UNOPTIMISED)
+        judge = jax.jit(functools.partial(by_pairs, flash=flash), compiler_options=UNOPTIMISED)
         judges = [judge(x, cts, tuple(i[order] for i in pairs)) for order in orders]
     with jax.default_device(cpu):
         true = in_float64(by_pairs, x, cts, pairs)
-    for results in found:
-        _compare(results, judges, true)
+    return true, judges, found
+
+
+def _together(trees):
+    """Leaf by leaf, the arrays of several problems of one kind in one."""
+    stack = lambda *xs: xs[0] if len(xs) == 1 else np.stack([np.asarray(x) for x in xs])
+    return jax.tree.map(stack, *trees)
 
 
 def _run(case: Case, implementation: str | None, x, cts):

@@ -35,14 +35,14 @@ MODS = {
     ),
     "pair bias": lambda c: (lambda s, b, h, q, k: s + c["pairs"][h, q, k], causal()),
     "by head": lambda c: (
-        lambda s, b, h, q, k: jnp.where(h % 2 == 0, s, s * c["factor"]),
+        lambda s, b, h, q, k: jnp.where(h % 2 == 0, s, s * c["factor"][h]),
         causal() & (lambda b, h, q, k: q - k < 4 * (h + 1)),
     ),
 }  # fmt: skip
 CAPTURES = {
     "documents": {"ids": (B, T)}, "alibi": {"slopes": (H,)}, "relative": {"table": (H, 2 * T - 1)},
     "rows and columns": {"rows": (B, T), "columns": (H, T)}, "pair bias": {"pairs": (H, T, T)},
-    "by head": {"factor": ()},
+    "by head": {"factor": (H,)},
 }  # fmt: skip
 
 

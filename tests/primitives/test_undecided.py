@@ -111,4 +111,8 @@ def test_masks_of_traced_arrays():
     both = r"`%` \(in `dilated`\) and `sin` \(at .*<lambda>\)\) may not be known"
     assert re.search(both, said[0]), said[0]
     assert f"up to {2 * T * T:,} pairs" in said[0]
-    assert said[1] == why(None)
+    alone = (
+        r"in `mask_mod`, `array\[index\]` \(in `documents`\) is known well only if the values come"
+    )
+    assert re.search(alone, said[1]), said[1]
+    assert re.search(r"\(in `documents`\) and .*at .*<lambda>\)\) is known well only", said[0])

@@ -33,7 +33,7 @@ MODS = {
         lambda s, b, h, q, k: s + c["pairs"][h, q, k], lambda b, h, q, k: q >= k,
     ),
     "by head": lambda c: (
-        lambda s, b, h, q, k: torch.where(h % 2 == 0, s, s * c["factor"]),
+        lambda s, b, h, q, k: torch.where(h % 2 == 0, s, s * c["factor"][h]),
         lambda b, h, q, k: (q - k < 4 * (h + 1)) & (q >= k),
     ),
 }  # fmt: skip

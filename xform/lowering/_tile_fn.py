@@ -28,6 +28,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from xform._compat import jaxpr_as_fun
+from xform.jaxpr import walk
 from xform.lowering._contract import contract
 from xform.lowering._dropout import kept
 from xform.lowering._spec import At, Read, Spec
@@ -255,10 +256,12 @@ class Transpose:
         except ValueError as error:
             if not str(error).startswith("Reverse-mode differentiation"):
                 raise
+            loops = [at.line for at in walk(self.spec.score) if at.eqn.primitive is lax.while_p]
             raise NotImplementedError(
-                "`score_mod` has a loop, `while`, whose length is not known before it runs, and so "
-                "no gradient in reverse mode. Write `jax.lax.fori_loop` with bounds that are "
-                "Python's numbers, or `jax.lax.scan`; or differentiate forward, by `jax.jvp`."
+                f"`score_mod` has a loop, `while` (at {', '.join(dict.fromkeys(loops))}), "
+                "whose length is not known before it runs, and so no gradient in reverse mode. "
+                "Write `jax.lax.fori_loop` with bounds that are Python's numbers, or "
+                "`jax.lax.scan`; or differentiate forward, by `jax.jvp`."
             ) from error
 
 

@@ -24,7 +24,7 @@ from jax import lax
 from jax.core import ShapedArray
 from jax.interpreters import partial_eval as pe
 
-from xform._compat import Jaxpr, JaxprEqn, Literal, Var
+from xform._compat import Jaxpr, JaxprEqn, Literal, Var, source_info_util
 from xform._show import named
 from xform.jaxpr import eqn_rule, intern, interpret, source_line, sub_jaxprs, walk
 from xform.lowering._spec import Read
@@ -152,13 +152,11 @@ class Opened(NamedTuple):
     Attributes:
       program: `(*arrays, *score, b, h, q_idx, kv_idx) -> [result]`, of scalars, without calls.
       arrays: what the mod reads.
-      typed: the same program as it was traced, with the user's lines.
       misfits: in words, which arrays do not fit, if that was asked.
     """
 
     program: Jaxpr
     arrays: list[jax.Array]
-    typed: Jaxpr
     misfits: Sequence[str] = ()
 
     def of(self, arrays: Sequence[jax.Array]) -> Callable:
@@ -214,9 +212,8 @@ def open_mod(name: str, mod: Callable, *score, shape: Shape | None = None) -> Op
     flat = jax.make_jaxpr(interpret(pe.convert_constvars_jaxpr(jaxpr), _KEEP, default=_bind))
     program = flat(*map(_struct, arrays), *score, *[_INDEX] * 4)
     if shape is not None and not wrong:  # what is in an object that does not fit need not be said
-        called, line = f"`{name}` {_called(mod)}", functools.partial(_line, program, jaxpr)
-        wrong = short_reads(called, program, shape, is_in_text(), line)
-    return Opened(program, arrays, jaxpr, wrong)
+        wrong = short_reads(f"`{name}` {_called(mod)}", program, shape, is_in_text())
+    return Opened(program, arrays, wrong)
 
 
 def _is_asked(mod) -> bool:
@@ -226,7 +223,7 @@ def _is_asked(mod) -> bool:
 
 def _trace(name: str, opened: Opened) -> Traced:
     """Evaluates what depends neither on the score nor on an index."""
-    flat, arrays, jaxpr, _ = opened
+    flat, arrays, _ = opened
     consts = join_axes(arrays)
     invars = flat.invars[len(consts) :]
     known = dict(zip([*flat.constvars, *flat.invars], [*flat.consts, *consts], strict=False))
@@ -240,7 +237,7 @@ def _trace(name: str, opened: Opened) -> Traced:
         else:
             values = [known[v] if isinstance(v, Var) else v.val for v in eqn.invars]
             known.update(zip(eqn.outvars, _results(eqn, *values), strict=True))
-    _check_fusable(name, eqns, flat, jaxpr)
+    _check_fusable(name, eqns)
     return Traced(eqns, known, invars[:-4], invars[-4:], flat.outvars[0])
 
 
@@ -254,7 +251,7 @@ def _is_number(eqn: JaxprEqn) -> bool:
 
 
 def _bind(eqn: JaxprEqn, *args):
-    """Runs one equation as it is; returns what its primitive does."""
+    """Runs one equation as it is, of the user's line; returns what its primitive does."""
     axes = eqn.params.get("axis_name", eqn.params.get("axes"))
     if eqn.effects and axes:
         raise NotImplementedError(
@@ -266,7 +263,8 @@ def _bind(eqn: JaxprEqn, *args):
             f"a mod must be a pure function of its arguments: `{eqn.primitive.name}` has side "
             f"effects (at {source_line(eqn)}). Take it out of the mod."
         )
-    return eqn.primitive.bind(*args, **eqn.primitive.get_bind_params(eqn.params))
+    with source_info_util.user_context(eqn.source_info.traceback):
+        return eqn.primitive.bind(*args, **eqn.primitive.get_bind_params(eqn.params))
 
 
 def _results(eqn: JaxprEqn, *args) -> list:
@@ -513,27 +511,14 @@ _UNFUSABLE = {
 _WHY_UNFUSABLE = {name: why for why, names in _UNFUSABLE.items() for name in names}
 
 
-def _check_fusable(name: str, eqns: Sequence[JaxprEqn], flat: Jaxpr, jaxpr: Jaxpr) -> None:
-    """Raises if one of `eqns` of a mod, or one inside them, could be part of no kernel.
-
-    `flat` is what they are of; `jaxpr`, with the same operations in the same order, has the lines.
-    """
+def _check_fusable(name: str, eqns: Sequence[JaxprEqn]) -> None:
+    """Raises if one of `eqns` of a mod, or one inside them, could be part of no kernel."""
     inside = [site for eqn in eqns for _, body in sub_jaxprs(eqn) for site in walk(body)]
     for eqn in [*eqns, *(site.eqn for site in inside)]:
         operation = eqn.primitive.name
         if why := _WHY_UNFUSABLE.get(operation):
-            line = _line(flat, jaxpr, eqn)
             raise NotImplementedError(
                 f"`{name}` can't be fused: `{operation}` {why}, and it depends on the score or an "
-                f"index (at {line}). Compute what it gives before the call, as an "
+                f"index (at {source_line(eqn)}). Compute what it gives before the call, as an "
                 "array that the mod reads at its indices."
             )
-
-
-def _line(flat: Jaxpr, jaxpr: Jaxpr, eqn: JaxprEqn) -> str:
-    """The user's line of an equation of `flat`, by the one of `jaxpr` that it was made of."""
-    made, lines = (
-        [site for site in walk(program) if site.eqn.primitive is eqn.primitive]
-        for program in (flat, jaxpr)
-    )
-    return lines[[site.eqn is eqn for site in made].index(True)].line

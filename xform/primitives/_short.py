@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 from jax import lax
 
 from xform._compat import Jaxpr, JaxprEqn, Literal, Var
+from xform.jaxpr import source_line
 from xform.primitives._own import name_of, of_equation
 
 if TYPE_CHECKING:
@@ -36,9 +37,7 @@ _INDICES = ("b", "h", "q_idx", "kv_idx")
 _PLACES = ("batch entries", "query heads", "queries", "keys")
 
 
-def short_reads(
-    mod: str, program: Jaxpr, shape: Shape, in_text: bool, line: Callable[[JaxprEqn], str]
-) -> list[str]:
+def short_reads(mod: str, program: Jaxpr, shape: Shape, in_text: bool) -> list[str]:
     """Returns in words which reads of a mod need longer arrays.
 
     Args:
@@ -46,7 +45,6 @@ def short_reads(
       program: the mod, whose last arguments are b, h, q_idx and kv_idx.
       shape: how many there are of each.
       in_text: whether queries and keys are positions of a text.
-      line: where in the user's code an equation is from.
     """
     names: dict[Var, str] = dict(zip(program.invars[-4:], _INDICES, strict=True))
     counts: dict[str, int | None] = dict(zip(_INDICES, shape, strict=True))
@@ -67,9 +65,9 @@ def short_reads(
         size = found.shape[d]
         wrong.append(
             f"{mod} reads {found.dtype}{list(found.shape)} at {' and '.join(short.values())} "
-            f"(at {line(eqn)}), and there are {' and '.join(there)}: make it {needed}; if the last "
-            f"entry is meant for all beyond the end, write `x[jnp.minimum({i}, {size - 1})]`; if "
-            f"none is, `jnp.where({i} < {size}, x[{i}], 0)`"
+            f"(at {source_line(eqn)}), and there are {' and '.join(there)}: make it {needed}; if "
+            f"the last entry is meant for all beyond the end, write `x[jnp.minimum({i}, "
+            f"{size - 1})]`; if none is, `jnp.where({i} < {size}, x[{i}], 0)`"
         )
     return list(dict.fromkeys(wrong))
 

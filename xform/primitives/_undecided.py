@@ -18,7 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
+from jax import Array, lax
 from jax.core import Tracer
 from jax.interpreters import partial_eval as pe
 
@@ -44,8 +44,8 @@ def remark(mask: Callable, *, maps: int, q_len: int, kv_len: int, q_tile: int, k
     """Returns in words what of a mask is evaluated pair by pair, why, and the cost; "" if nothing.
 
     It is counted for the first batch entry and head. Where the mask reads traced arrays, there is
-    nothing to count: operations that may need it are named, but not reads of arrays that do if
-    their values come in no order.
+    nothing to count: what may need it is named, and so are reads of arrays that do if their values
+    come in no order.
 
     Args:
       mask: the user's.
@@ -204,6 +204,7 @@ def _where(eqn: JaxprEqn) -> str:
 def _unknown(jaxpr: Jaxpr, consts: Sequence, pairs: int) -> str:
     """What might be evaluated pair by pair, of a mask whose arrays are traced."""
     lost: dict[str, None] = {}
+    reads: dict[str, None] = {}
 
     def noted(rule: Callable | None) -> Callable:
         def run(eqn: JaxprEqn, *args):
@@ -212,6 +213,8 @@ def _unknown(jaxpr: Jaxpr, consts: Sequence, pairs: int) -> str:
             out = rule(*args, **eqn.params) if rule else default(eqn, *args)
             outs = out if isinstance(out, list) else [out]
             moving = any(isinstance(x, Interval) and x.tiles != (1, 1) for x in args)
+            if moving and eqn.primitive in (lax.dynamic_slice_p, lax.gather_p):
+                reads[_place(eqn)] = None
             # What follows the tiles and comes out the same for all of them was given up.
             given_up = moving and all(x.tiles == (1, 1) for x in outs)
             if given_up or eqn.params.get("name", eqn.primitive.name) in ("remainder", "rem"):
@@ -228,10 +231,13 @@ def _unknown(jaxpr: Jaxpr, consts: Sequence, pairs: int) -> str:
         interpret(flat, rules, default=noted(None))(*captures, jnp.int32(0), jnp.int32(0), q, k)
 
     jax.eval_shape(run, *consts)  # nothing is computed
-    if not lost:
+    why = [f"{_listed(lost)} may not be known well enough"] if lost else []
+    if sorted_at_best := {place: None for place in reads if place not in lost}:
+        why.append(f"{_listed(sorted_at_best)} is known well only if the values come in order")
+    if not why:
         return ""
     return (
-        f"in `mask_mod`, {_listed(lost)} may not be known well enough: tiles that nothing else "
-        f"decides are evaluated pair by pair before the call, up to {pairs:,} pairs (it reads "
-        "traced arrays, so that they can't be counted here)"
+        f"in `mask_mod`, {', and '.join(why)}: tiles that nothing else decides are evaluated pair "
+        f"by pair before the call, up to {pairs:,} pairs (it reads traced arrays, so that they "
+        "can't be counted here)"
     )
