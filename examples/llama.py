@@ -46,7 +46,7 @@ class Config:
     top_k: int = 2  # of them, for each token
     shared: int = 0  # units of one more, for every token
     router: Literal["softmax", "sigmoid"] = "softmax"
-    capacity: float | None = None  # times an even share of a row's choices; None drops none
+    capacity: float | None = None  # times an even share of a device's part of a row; drops the rest
     balance: float = 0.01  # what uneven use of experts counts in the loss
     router_z: float = 0.001  # what large logits of routers count
 

@@ -247,6 +247,22 @@ def test_ties_go_to_the_lower_number_and_nan_to_its_token_alone():
         assert np.isnan(balance_loss(load))
 
 
+@cache
+def routed_by_identity():
+    return jax.jit(lambda x: route(x, jnp.eye(4), Routing(4, 3)))
+
+
+@given(st.lists(st.sampled_from([-1.0, 0.0, 1.0, np.nan]), min_size=8, max_size=8))
+def test_every_token_has_experts_that_differ_whatever_its_scores(numbers):
+    x = np.array(numbers, np.float32).reshape(1, 2, 4)
+    experts, weights, _ = map(np.asarray, routed_by_identity()(x))
+    for row, found, weight in zip(x[0], experts[0], weights[0], strict=True):
+        lost = np.isnan(row).any()
+        best = range(4) if lost else sorted(range(4), key=lambda e: (-row[e], e))
+        assert found.tolist() == list(best)[:3]
+        assert np.isnan(weight).all() if lost else abs(weight.sum() - 1) < 1e-6
+
+
 def test_weights_are_scores_normalised_or_not():
     x, weight = values(3, x=(1, 5, M), w=(M, E)).values()
     logits = x @ weight
@@ -396,6 +412,16 @@ def test_forward_mode_equals_reverse_mode():
         )
         found, expected = on_one(both, x)
         np.testing.assert_allclose(found, expected, rtol=1e-12)
+
+
+@jax.enable_checks(False)
+def test_it_lowers_for_every_platform():
+    p, x = jax.tree.map(jnp.float32, few()), jnp.ones((1, T, M))
+    for routing in (Routing(4, 2), Routing(4, 2, capacity=1.0)):
+        step = jax.jit(jax.value_and_grad(lambda p, x, r=routing: mean_square(r, p, x)))
+        traced = step.trace(p, x)
+        for platform in ("tpu", "cuda"):
+            assert "sort" in traced.lower(lowering_platforms=(platform,)).as_text()
 
 
 # ---- communication and cost ----------------------------------------------------------------------
