@@ -43,7 +43,7 @@ GROUPED = Routing(E, 2, "sigmoid", normalise=False, capacity=1.5, group=2)
 @pytest.mark.parametrize(
     "case",
     [
-        Case(dp=2, tp=2, ep=2, shared=True),
+        pytest.param(Case(dp=2, tp=2, ep=2, shared=True), marks=pytest.mark.slow),
         Case(cp=2, tp=2, ep=2, routing=SIGMOID, sequence=True, shared=True),
         Case(dp=2, cp=2, ep=2, routing=CAPACITY),
         Case(tp=2, ep=4, routing=GROUPED, sequence=True),
