@@ -95,9 +95,8 @@ class ExpertParallel:
     @property
     def axes(self) -> tuple[str, ...]:
         """The axes over which experts are dealt out, or none."""
-        return (
-            () if self.axis is None else (self.axis,) if isinstance(self.axis, str) else self.axis
-        )
+        axes = () if self.axis is None else self.axis
+        return (axes,) if isinstance(axes, str) else axes
 
     def routed(
         self,
