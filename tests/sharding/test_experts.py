@@ -57,8 +57,12 @@ def test_loss_and_every_gradient_equal_those_of_one_device(case, unchecked):
     assert {leaf.path for leaf in report.leaves} >= {"loss", "router", "gate", "down", "scale"}
 
 
+def on(sizes: Any, routing: Routing, sequence: bool, shared: bool) -> Case:
+    return Case(**sizes, routing=routing, sequence=sequence, shared=shared)
+
+
 ALL = [
-    Case(*map(sizes.get, AXES), routing, sequence, shared)  # pyright: ignore[reportArgumentType]
+    on(sizes, routing, sequence, shared)
     for sizes in meshes(8, AXES)
     for routing, shared in ((DROPLESS, True), (SIGMOID, False), (CAPACITY, False), (GROUPED, True))
     for sequence in (False, True)
