@@ -75,8 +75,8 @@ class ExpertParallel:
     >>> p = {"router": jax.random.normal(key, (3, 4)), "in": jnp.ones((4, 3, 5)),
     ...      "out": jnp.ones((4, 5, 3))}
     >>> expert = lambda rows, dot: dot(jax.nn.relu(dot(rows, p["in"])), p["out"])
-    >>> ep = ExpertParallel()
-    >>> y, load = ep.routed(jnp.ones((2, 6, 3)), p["router"], expert, routing)
+    >>> f = jax.jit(lambda x: ExpertParallel().routed(x, p["router"], expert, routing))
+    >>> y, load = f(jnp.ones((2, 6, 3)))
     >>> y.shape, int(load.tokens), int(load.chosen.sum())
     ((2, 6, 3), 12, 24)
     """
