@@ -228,21 +228,18 @@ class Plan:
             for v in self.region.inputs
             if v in self.stacked and v in self.kept
         ]
-        for v in self.donated:
-            # A loop reads a copy of what a result will overwrite.
-            if loops := [i for i, node in enumerate(nodes) if node.regions and v in node.ins]:
-                spans.append(_Span(self.bytes(v), loops[0], loops[-1], [(loops[0], v)]))
         ending: dict[int, list[_Span]] = {}
         for span in spans:
             ending.setdefault(span.end, []).append(span)
         skip = self._in_carry(last)
+        copied = {self.root(v) for node in nodes for v in _copied(node)} if self.eager else set()
         for i, node in enumerate(nodes):
             over = ending.get(i, [])
             for j, v in enumerate(node.outs):
                 if v not in self.kept or v in self.view or v in skip:
                     continue
                 size, may = self.bytes(v), _overwritten(node, j)
-                may = {self.root(x) for x in may}
+                may = set() if v in copied else {self.root(x) for x in may}
                 leaves = {leaf for x in may for leaf in self.leaves.get(x, ())}
                 span = next(
                     (s for s in over if s.bytes == size and s.values[-1][1] in leaves), None
@@ -324,10 +321,12 @@ class Plan:
 
     def _passing(self, node: Node) -> Peak:
         """What exists only while a node runs."""
-        inside = self._inside(node)
-        if not self.eager:
-            inside.live = [*inside.live, *_copied(node)]
-            inside.bytes += sum(map(self.bytes, _copied(node)))
+        inside, copied = self._inside(node), _copied(node)
+        if node.name == "conv_general_dilated" and not self.eager:
+            copied = [v for v in copied if v is node.ins[1]]  # images are read as they lie
+        if node.name != "dot_general" or not self.eager:
+            inside.live = [*inside.live, *copied]
+            inside.bytes += sum(map(self.bytes, copied))
         return inside
 
     def _early_copies(self) -> dict[int, int]:
@@ -338,11 +337,33 @@ class Plan:
         made = {v: i for i, node in enumerate(self.region.nodes) for v in node.outs}
         change: dict[int, int] = {}
         for i, node in enumerate(self.region.nodes):
-            for v in _copied(node):
+            for v in _copied(node) if node.name == "dot_general" else ():
                 start = made.get(self.root(v), i)
                 change[start] = change.get(start, 0) + self.bytes(v)
                 change[i + 1] = change.get(i + 1, 0) - self.bytes(v)
+        readers: dict[Value, list[Node]] = {}
+        for node in self.region.nodes:
+            for v in map(self.root, node.ins):
+                readers.setdefault(v, []).append(node)
+        for i, node in enumerate(self.region.nodes):
+            for v in self._spread_out(node, readers):
+                start, size = made.get(self.root(v), i), self.bytes(node.outs[0])
+                change[start] = change.get(start, 0) + size
+                change[i + 1] = change.get(i + 1, 0) - size
         return change
+
+    def _spread_out(self, node: Node, readers: Mapping[Value, Sequence[Node]]) -> list[Value]:
+        """Smaller operands that meet a product's result on its way to a sum.
+
+        A CPU's library computes all that as one, and reads what is smaller from a larger copy.
+        """
+        if not _fusible(node) or node.name in ALIASES or len(node.ins) < 2:
+            return []
+        made = [self.root(v).node for v in node.ins]
+        if not any(n is not None and n.name == "dot_general" for n in made):
+            return []
+        small = [v for v in node.ins if 1 < v.size < node.outs[0].size]
+        return small if small and _is_summed(node, readers) else []
 
     def _inside(self, node: Node) -> Peak:
         """The peak of what a node runs, beyond its operands and results."""
@@ -375,8 +396,18 @@ def _overwritten(node: Node, result: int) -> Sequence[Value]:
     return ()
 
 
+def _is_summed(node: Node, readers: Mapping[Value, Sequence[Node]], steps: int = 3) -> bool:
+    """Whether a sum reads what a node makes, perhaps after a few operations on each element."""
+    found = [r for out in node.outs for r in readers.get(out, ())]
+    if any(r.name in REDUCTIONS for r in found):
+        return True
+    return steps > 0 and any(_is_summed(r, readers, steps - 1) for r in found if _fusible(r))
+
+
 def _copied(node: Node) -> list[Value]:
     """The operands that a product needs in another order of dimensions."""
+    if node.name == "conv_general_dilated":
+        return _copied_for_convolution(node)
     if node.name != "dot_general":
         return []
     contract, batch = node.eqn.params["dimension_numbers"]
@@ -388,6 +419,14 @@ def _copied(node: Node) -> list[Value]:
         if list(range(rank)) not in (orders[:1] if i == 0 else orders):
             copied.append(v)
     return copied
+
+
+def _copied_for_convolution(node: Node) -> list[Value]:
+    """An image is read with its features last, a kernel with those of the result last."""
+    numbers = node.eqn.params["dimension_numbers"]
+    last = len(numbers.lhs_spec) - 1
+    ready = numbers.lhs_spec[:2] == (0, last), numbers.rhs_spec[:2] == (last, last - 1)
+    return [v for v, is_ready in zip(node.ins, ready, strict=False) if not is_ready]
 
 
 def _fusible(node: Node) -> bool:

@@ -39,6 +39,9 @@ from jax._src.extend.random import define_prng_impl as define_prng_impl
 # 0.11, 0.12: a program as the part that makes residuals and the linear part that reads them.
 from jax._src.interpreters.ad import linearize_jaxpr as linearize_jaxpr
 
+# 0.11, 0.12: has the program that a ragged product is lowered to, which no public name gives.
+from jax._src.lax import lax
+
 # 0.11, 0.12: what a derivative rule writes its output tree to; found in closures, without meaning.
 from jax._src.linear_util import EqualStore as EqualStore
 from jax._src.linear_util import Store as Store
@@ -56,6 +59,9 @@ from jax._src.util import Unhashable as Unhashable
 # 0.11, 0.12: a cache that holds its first argument weakly and knows JAX's tracing context.
 from jax._src.util import weakref_lru_cache as weakref_lru_cache
 from jax.core import AbstractValue
+
+# The program of a ragged product off a TPU: one of all groups, masked.
+dense_ragged_dot = lax._ragged_dot_general_impl
 
 # 0.11, 0.12: where it says at length why an installed platform can't be used.
 platform_log = xla_bridge.logger

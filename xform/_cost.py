@@ -17,16 +17,19 @@ from functools import partial
 from typing import Any
 
 import jax
+import numpy as np
 
-from xform._amount import Amount, Polynomial, higher, lower
+from xform._amount import Amount, Polynomial, higher, lower, ratio
 from xform._attention_cost import AttentionFlops, attention_work
-from xform._compat import Jaxpr, jaxpr_as_fun
+from xform._compat import Jaxpr
 from xform._cost_rules import RULES, Work, sent
-from xform._costs import ATTENTION, NONE, Cost, Costs, Each, Row, add_up
+from xform._costs import ATTENTION, NONE, Cost, Costs, Count, Each, Row, add_up
 from xform._devices import DTYPES
+from xform._grid import at_each, blocks_moved, places, size_of
 from xform._hlo import TARGETS, Kernel, compile_for, read
-from xform._program import Node, Region, content, program, prune, trip_count
-from xform.jaxpr._walk import trace
+from xform._program import Node, Region, Value, content, program, prune, trip_count
+from xform._tally import tally
+from xform.jaxpr._trace import jitted_call, trace_call
 
 
 def cost(f: Callable, *, strict: bool = True, compiled: str | None = None) -> Callable[..., Costs]:
@@ -57,8 +60,8 @@ def cost(f: Callable, *, strict: bool = True, compiled: str | None = None) -> Ca
     """
 
     def counted(*args, **kwargs) -> Costs:
-        jaxpr = trace(f, *args, **kwargs)
-        costs = cost_of(jaxpr, jax.tree.leaves((args, kwargs)), strict=strict)
+        call = trace_call(f, args, kwargs)
+        costs = cost_of(call.jaxpr, call.args, strict=strict)
         if compiled is None:
             return costs
         return dataclasses.replace(costs, compiled=_compiled(f, compiled, args, kwargs))
@@ -69,9 +72,10 @@ def cost(f: Callable, *, strict: bool = True, compiled: str | None = None) -> Ca
 def _compiled(f: Callable, name: str, args: Sequence, kwargs: Mapping) -> Cost:
     """What each device runs of a compiled program; a loop without a count, once."""
     if name in TARGETS:
-        done = compile_for(name, lambda *args: f(*args, **kwargs), *args)
+        done = compile_for(name, f, *args, **kwargs)
     else:
-        done = (f if hasattr(f, "lower") else jax.jit(f)).lower(*args, **kwargs).compile()  # pyright: ignore[reportFunctionMemberAccess]
+        jitted, args, kwargs = jitted_call(f, args, kwargs)
+        done = jitted.lower(*args, **kwargs).compile()
     ran = read(done)
     kinds = {kernel.factor for kernel in ran.kernels if kernel.work.matrix}
     moved = ran.total(lambda kernel: kernel.bytes)
@@ -89,33 +93,43 @@ def _products(kind: str, kernel: Kernel) -> int:
 
 def cost_of(jaxpr: Jaxpr, args: Sequence[Any] = (), *, strict: bool = True) -> Costs:
     """Returns what a closed jaxpr costs; `args`, as far as concrete, tell the content of inputs."""
+    if (quick := tally(jaxpr)) is not None:  # nothing in it asks for the content of an input
+        return Costs(jaxpr, lambda: count(jaxpr), quick)
+    found = count(jaxpr, args)
+    if found.unknown and strict:
+        raise NotImplementedError(_no_rule(found.unknown))
+    return Costs(jaxpr, lambda: found)
+
+
+def count(jaxpr: Jaxpr, args: Sequence[Any] = ()) -> Count:
+    """Returns all that is counted of a closed jaxpr."""
     region = program(jaxpr, args)
     counter = _Counter()
     counter.count(region, 1, 1)
-    if counter.unknown and strict:
-        raise NotImplementedError(_no_rule(counter.unknown))
-    low, high = counter.bounds(region) if counter.choices else (None, None)
-    names = {name: node.line for node, name in counter.symbols.items()}
-    lines: dict[str, list[str]] = {}
-    for node in counter.unknown:
-        lines.setdefault(node.name, []).append(node.line)
-    costs = Costs(
+    if counter.choices:
+        low, high = counter.bounds(region)
+    else:
+        low = high = add_up(counter.rows)
+    return Count(
         rows=tuple(counter.rows),
-        low=low or NONE, high=high or NONE,
-        trips=names,
+        low=low, high=high,
+        trips={name: node.line for node, name in counter.symbols.items()},
         attention=tuple((a, n) for _, a, n in counter.attention),
-        unknown={name: tuple(dict.fromkeys(found)) for name, found in lines.items()},
-        jaxpr=jaxpr,
+        unknown=_lines(counter.unknown),
     )  # fmt: skip
-    return costs if low else dataclasses.replace(costs, low=costs.total, high=costs.total)
 
 
-def _no_rule(nodes: Iterable[Node]) -> str:
-    """One error for all primitives without a rule."""
+def _lines(nodes: Iterable[Node]) -> dict[str, tuple[str, ...]]:
+    """The primitives of nodes, each with its lines."""
     lines: dict[str, list[str]] = {}
     for node in nodes:
         lines.setdefault(node.name, []).append(node.line)
-    found = "; ".join(f"`{name}` at {', '.join(dict.fromkeys(at))}" for name, at in lines.items())
+    return {name: tuple(dict.fromkeys(found)) for name, found in lines.items()}
+
+
+def _no_rule(lines: Mapping[str, Sequence[str]]) -> str:
+    """One error for all primitives without a rule."""
+    found = "; ".join(f"`{name}` at {', '.join(at)}" for name, at in lines.items())
     name = next(iter(lines))
     return (
         f"no cost is known of {found}. Register a rule:\n\n"
@@ -138,29 +152,35 @@ class _Counter:
         self.work: dict[Node, Each] = {}
         self.low: dict[Node, Work] = {}
         self.given = None if trips is None else iter(trips)  # those of an attention's program
-        self.counts: dict[Node, Amount] = {}
+        self.runs: dict[Node, list[tuple[Region, Any]]] = {}
+        self.decided: dict[Node, Cost] = {}  # kernels that leave no choice, and what one run does
+        self.at: tuple[np.ndarray, ...] | None = None  # in a kernel, the places of its points
 
-    def count(self, region: Region, times: Amount, devices: int) -> None:
-        """Adds a row for each node, at every depth."""
+    def count(self, region: Region, times: Any, devices: int) -> None:
+        """Adds a row for each node, at every depth; in a kernel, `times` is one of each point."""
         loaded: set = set()
         for node in region.nodes:
             if node.name == "pallas_call":
                 self._kernel(node, times, devices, loaded)
             elif node.regions:
-                for inner, n in self._runs(node):
-                    self.count(inner, times * n, devices * _spread(node))
+                self.runs[node] = self._runs(node)
+                for inner, n in self.runs[node]:
+                    self.count(inner, _product(times, n), devices * _spread(node))
             else:
                 self._leaf(node, times, devices, loaded)
 
-    def _runs(self, node: Node) -> list[tuple[Region, Amount]]:
-        """How often a structural node runs each of its regions, in the mean."""
+    def _runs(self, node: Node) -> list[tuple[Region, Any]]:
+        """How often a structural node runs each of its regions, in the mean; or at each point."""
         regions = list(node.regions.values())
         if node.name in ("scan", "while"):
             n = self._trips(node)
             return [(r, n + 1 if label == "cond" else n) for label, r in node.regions.items()]
         if node.name == "cond":
-            if (taken := _taken(node)) is not None:
-                return [(regions[taken], 1)]
+            if (taken := self._taken(node)) is not None:
+                if not np.ndim(taken):
+                    return [(regions[int(taken)], 1)]
+                chosen = [np.asarray(taken == i, np.int64) for i in range(len(regions))]
+                return [(r, n) for r, n in zip(regions, chosen, strict=True) if n.any()]
             if self.given is not None:
                 # Attention's own branch, taken where something is not finite: the shorter is usual.
                 return [(min(regions, key=lambda r: len(r.nodes)), 1)]
@@ -168,19 +188,29 @@ class _Counter:
             return [(r, Fraction(1, len(regions))) for r in regions]
         return [(r, 1) for r in regions]
 
-    def _trips(self, node: Node) -> Amount:
-        if node in self.counts:
-            return self.counts[node]
-        n: Amount | None = trip_count(node)
+    def _taken(self, node: Node) -> Any | None:
+        """Which branch runs, or which at each point, where that is known."""
+        index = _platform(node)
+        if index is None:
+            index = self._look(node.ins[0])
+        return None if index is None else np.clip(index, 0, len(node.regions) - 1)
+
+    def _look(self, value: Value) -> Any | None:
+        """What a value holds, or what it holds at each point."""
+        if (known := content(value)) is not None or self.at is None:
+            return known
+        return at_each(value, self.at)
+
+    def _trips(self, node: Node) -> Any:
+        n: Any = trip_count(node, self._look)
         if n is None and self.given is not None:
             n = next(self.given, None)
         if n is None:
             name = self.symbols.setdefault(node, f"T{len(self.symbols) + 1}")
             n = Polynomial.symbol(name)
-        self.counts[node] = n
         return n
 
-    def _leaf(self, node: Node, times: Amount, devices: int, loaded: set) -> None:
+    def _leaf(self, node: Node, times: Any, devices: int, loaded: set) -> None:
         rule, network = RULES.get(node.eqn.primitive.name), None
         if rule is not None:
             work = rule(node.eqn)
@@ -201,19 +231,30 @@ class _Counter:
 
     def _kernel(self, node: Node, times: Amount, devices: int, loaded: set) -> None:
         """A kernel: its body at each point of the grid, on blocks that come from memory."""
-        grid, start, unknown = _grid(node), len(self.rows), len(self.unknown)
+        start, unknown, choices = len(self.rows), len(self.unknown), self.choices
         whole = _each(node, Work(), None, loaded)
-        self.count(node.regions["kernel"], times * grid, devices)
+        self.at, self.choices = places(node), False
+        points = size_of(node) if self.at is None else np.ones(len(self.at[0]), np.int64)
+        self.count(node.regions["kernel"], points, devices)
+        self.at, body = None, self.rows[start:]
+        once = [_summed(row.times) for row in body]
+        for row, n in zip(body, once, strict=True):
+            row.times = times * n
         if len(self.unknown) > unknown and (said := node.eqn.params.get("cost_estimate")):
             # What the author of the kernel says of it, where we can't look inside.
             del self.unknown[unknown:], self.rows[start:]
             node.regions.clear()
+            self.choices = choices
             kind = node.ins[0].aval.dtype.name
             each = (kind, said.flops, 0, said.transcendentals, said.bytes_accessed, whole[5], None)
         else:
-            for row in self.rows[start:]:  # its own arrays are on the chip
+            for row in body:  # its own arrays are on the chip
                 row.each = self.work[row.node] = (*row.each[:4], 0, 0, None)
-            each = (*whole[:4], _blocks_moved(node, grid), *whole[5:])
+            each = (*whole[:4], blocks_moved(node), *whole[5:])
+            if not self.choices:
+                rows = [Row(r.node, r.each, n, 1) for r, n in zip(body, once, strict=True)]
+                self.decided[node] = add_up(rows)
+            self.choices |= choices
         self.work[node] = each
         self.rows.insert(start, Row(node, each, times, devices))
 
@@ -232,17 +273,21 @@ class _Counter:
         low = high = NONE
         for node in region.nodes:
             parts = [self._bounds(node)] if node in self.work else []
-            if node.name == "cond" and _taken(node) is None:
+            if node in self.decided:
+                parts.append((self.decided[node], self.decided[node]))
+            elif node.name == "cond" and any(isinstance(n, Fraction) for _, n in self.runs[node]):
                 branches = [self.bounds(r) for r in node.regions.values()]
                 least, most = branches[0]
                 for a, b in branches[1:]:
                     least, most = least._join(a, lower), most._join(b, higher)
                 parts.append((least, most))
+            elif node.name == "pallas_call":
+                a, b = self.bounds(node.regions["kernel"]) if node.regions else (NONE, NONE)
+                parts.append((a * size_of(node), b * size_of(node)))
             elif node.regions:
-                n = _grid(node) if node.name == "pallas_call" else _spread(node)
-                for inner, times in self._runs(node):
+                for inner, n in self.runs[node]:
                     a, b = self.bounds(inner)
-                    parts.append((a * (n * times), b * (n * times)))
+                    parts.append((a * (_spread(node) * _mean(n)), b * (_spread(node) * _mean(n))))
             for a, b in parts:
                 low, high = low + a, high + b
         return low, high
@@ -282,7 +327,7 @@ def _price(jaxpr: Jaxpr, trips: Sequence[Amount]) -> Work:
     counter = _Counter(trips)
     counter.count(prune(program(jaxpr)), 1, 1)
     if counter.unknown:
-        raise NotImplementedError(_no_rule(counter.unknown))
+        raise NotImplementedError(_no_rule(_lines(counter.unknown)))
     total = add_up(counter.rows)
     kind = next((kind for kind, flops in total.matrix.items() if flops), None)
     return Work(total.matrix_flops, total.other, total.transcendentals, kind=kind)
@@ -296,39 +341,36 @@ def _spread(node: Node) -> int:
     return math.prod(sizes[axis] for axis in node.eqn.params["newly_manual_axes"])
 
 
-def _taken(node: Node) -> int | None:
-    """Which branch runs, where that is known: by the platform, or by a known index."""
+def _platform(node: Node) -> int | None:
+    """Which branch of a choice by platform runs here."""
     maker = node.ins[0].node
-    if maker is not None and maker.name == "platform_index":
-        names, platform = maker.eqn.params["platforms"], jax.default_backend()
-        fits = [i for i, name in enumerate(names) if name is None or platform in name]
-        return min(fits, key=lambda i: names[i] is None)
-    index = content(node.ins[0])
-    return None if index is None else min(max(int(index), 0), len(node.regions) - 1)
+    if maker is None or maker.name != "platform_index":
+        return None
+    names, platform = maker.eqn.params["platforms"], jax.default_backend()
+    fits = [i for i, name in enumerate(names) if name is None or platform in name]
+    return min(fits, key=lambda i: names[i] is None)
 
 
-def _grid(node: Node) -> int:
-    return math.prod(int(n) for n in node.eqn.params["grid_mapping"].grid)
+# ---- amounts at each point of a grid -------------------------------------------------------------
 
 
-def _blocks_moved(node: Node, points: int) -> int:
-    """Bytes of the blocks that a kernel's pipeline fetches and stores.
+def _product(times: Any, n: Any) -> Any:
+    """A product of amounts, of which those in a kernel may be one for each point.
 
-    A block is moved when its index changes from one point of the grid to the next, the last axis
-    running fastest; at every point where the index depends on more than the point.
+    How often a loop without a count runs is one symbol for all points.
     """
-    import numpy as np
+    if isinstance(n, Polynomial):
+        return _summed(times) * n
+    return times * (_mean(n) if isinstance(times, Polynomial) else n)
 
-    mapping, moved = node.eqn.params["grid_mapping"], 0
-    grid = np.stack(np.unravel_index(np.arange(points), mapping.grid), -1) if mapping.grid else None
-    for block in mapping.block_mappings:
-        shape = [getattr(n, "block_size", n) for n in block.block_shape]
-        size = math.prod(n if isinstance(n, int) else 1 for n in shape)
-        index = block.index_map_jaxpr
-        changes = points
-        if grid is not None and len(index.invars) == grid.shape[1] and points <= 2**20:
-            at = jax.vmap(jaxpr_as_fun(index))(*(np.asarray(c, np.int32) for c in grid.T))
-            at = np.stack([np.broadcast_to(np.asarray(x), (points,)) for x in at], -1)
-            changes = 1 + int(np.any(at[1:] != at[:-1], -1).sum())
-        moved += changes * size * block.array_aval.dtype.itemsize
-    return moved
+
+def _summed(x: Any) -> Amount:
+    """The sum over all points."""
+    if not isinstance(x, np.ndarray):
+        return x
+    total = x.sum()
+    return total if isinstance(total, Fraction) else int(total)
+
+
+def _mean(x: Any) -> Amount:
+    return ratio(_summed(x), x.size) if isinstance(x, np.ndarray) else x

@@ -15,6 +15,8 @@ A rule is `rule(eqn) -> Work`. The conventions, for users to know what a number 
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -26,8 +28,10 @@ import numpy as np
 from jax import lax
 
 from xform._amount import Amount
-from xform._compat import JaxprEqn
+from xform._compat import Jaxpr, JaxprEqn
 from xform._program import VIEWS
+from xform.jaxpr import source_line
+from xform.jaxpr._interpret import called
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +75,27 @@ def cost_rule(*names: str) -> Callable[[CostRule], CostRule]:
     return register
 
 
+STILL: set[CostRule] = set()
+"""Rules of what computes nothing, whatever it moves."""
+
+BY_TYPE: dict[CostRule, tuple[str, ...]] = {}
+"""Rules that ask for no more than the types of the first operand and of the first result, and for
+these parameters."""
+
+
+def _still(rule: CostRule) -> CostRule:
+    STILL.add(rule)
+    return rule
+
+
+def _by_type(*params: str) -> Callable[[CostRule], CostRule]:
+    def mark(rule: CostRule) -> CostRule:
+        BY_TYPE[rule] = params
+        return rule
+
+    return mark
+
+
 def _table(rule: CostRule, names: str) -> None:
     RULES.update(dict.fromkeys(names.split(), rule))
 
@@ -94,20 +119,16 @@ def nbytes(*atoms) -> int:
     return sum(math.prod(t.shape) * t.dtype.itemsize for t in types if hasattr(t, "dtype"))
 
 
-_KINDS: dict[Any, int] = {}
-
-
+@functools.cache
 def _weight(dtype) -> int:
     """0 for what is no floating-point number, 1 for a real one, 2 for a complex one."""
-    if (known := _KINDS.get(dtype)) is None:
-        real, complex_ = (jnp.issubdtype(dtype, k) for k in (jnp.floating, jnp.complexfloating))
-        known = _KINDS[dtype] = 2 if complex_ else int(real)
-    return known
+    real, complex_ = (jnp.issubdtype(dtype, k) for k in (jnp.floating, jnp.complexfloating))
+    return 2 if complex_ else int(real)
 
 
 _NOTHING, _VIEW = Work(), Work(read=0, written=0)
-_table(lambda eqn: _VIEW, " ".join(VIEWS))
-_table(lambda eqn: _VIEW, """
+_table(_still(lambda eqn: _VIEW), " ".join(VIEWS))
+_table(_still(lambda eqn: _VIEW), """
     vary_unreduced_cast_p reduced_vary_cast_p create_token after_all add_dependency tie
     shape_assertion check device_put
     axis_index platform_index program_id num_programs multiple_of max_contiguous new_ref freeze
@@ -116,12 +137,12 @@ _table(lambda eqn: _VIEW, """
     from_edtype to_edtype pin unpin mutable_array tree_barrier all_gather_done all_reduce_done
     psum_done reduce_scatter_done ppermute_done all_to_all_done program_order eq_to le_to lt_to
 """)  # fmt: skip
-_table(lambda eqn: _NOTHING, """
+_table(_still(lambda eqn: _NOTHING), """
     broadcast_in_dim iota iota_2x32_shape concatenate pad transpose rev select_n copy copy_p
     convert_element_type reduce_precision real imag complex split tile stack unstack roll
     and or xor not shift_left shift_right_logical shift_right_arithmetic population_count clz mulhi
     reduce_and reduce_or reduce_xor random_bits random_seed random_split random_fold_in
-    threefry2x32 threefry4x32 philox2x32 philox4x32 rng_bit_generator rng_uniform random_gamma
+    threefry2x32 threefry4x32 philox2x32 philox4x32 rng_bit_generator rng_uniform
     lu_pivots_to_permutation empty empty2 zeros_like stochastic_round pack_elementwise
     unpack_elementwise pack_dtype unpack_dtype
 """)  # fmt: skip
@@ -138,9 +159,10 @@ def _pointwise(real: int = 1, complex_: int | None = None) -> CostRule:
         each = counts[_weight(aval(eqn.invars[0]).dtype)]
         return Work(other=each * size(eqn.outvars[0])) if each else _NOTHING
 
-    return rule
+    return _by_type()(rule)
 
 
+@_by_type()
 def _transcendental(eqn: JaxprEqn) -> Work:
     return Work(transcendentals=size(eqn.outvars[0]))
 
@@ -156,11 +178,12 @@ _table(_pointwise(2), "clamp one_minus_square")
 _table(_transcendental, """
     exp exp2 expm1 log log2 log1p sqrt rsqrt cbrt pow sin cos tan asin acos atan atan2 sinh cosh
     tanh asinh acosh atanh logistic erf erfc erf_inv lgamma digamma polygamma zeta igamma igammac
-    igamma_grad_a regularized_incomplete_beta bessel_i0e bessel_i1e
+    igamma_grad_a random_gamma random_gamma_grad regularized_incomplete_beta bessel_i0e bessel_i1e
 """)  # fmt: skip
 
 
 @cost_rule("integer_pow")
+@_by_type("y")
 def _integer_pow(eqn: JaxprEqn) -> Work:
     """By repeated squaring: a square for each bit but the first, a product for each bit set."""
     n = abs(eqn.params["y"])
@@ -179,6 +202,7 @@ def _polynomial(eqn: JaxprEqn) -> Work:
 
 
 @cost_rule("reduce_sum", "reduce_max", "reduce_min", "argmax", "argmin", "reduce_prod")
+@_by_type()
 def _reduce(eqn: JaxprEqn) -> Work:
     x, out = eqn.invars[0], eqn.outvars[0]
     products = eqn.primitive.name == "reduce_prod"
@@ -186,19 +210,37 @@ def _reduce(eqn: JaxprEqn) -> Work:
     return Work(other=each * max(0, size(x) - size(out)))
 
 
+def _each_time(jaxpr: Jaxpr) -> Work:
+    """What a function of scalars does, inside of a reduction or a scatter."""
+    other: Amount = 0
+    functions: Amount = 0
+    for eqn in jaxpr.eqns:
+        if (body := called(eqn)) is not None:
+            work = _each_time(body)
+        elif (rule := RULES.get(eqn.primitive.name)) is not None:
+            work = rule(eqn)
+        else:
+            raise NotImplementedError(
+                f"no cost is known of `{eqn.primitive.name}` at {source_line(eqn)}, in a function "
+                'of scalars. Register a rule: `@xform.cost_rule("' + eqn.primitive.name + '")`.'
+            )
+        other, functions = other + work.other, functions + work.transcendentals
+    return Work(other=other, transcendentals=functions)
+
+
+def _times(work: Work, times: int) -> Work:
+    return Work(other=work.other * times, transcendentals=work.transcendentals * times)
+
+
 @cost_rule("reduce")
 def _reduce_by(eqn: JaxprEqn) -> Work:
     """A reduction by a function of the user's: what it does, n - 1 times."""
     arrays = eqn.invars[: len(eqn.outvars)]
-    times = size(arrays[0]) - size(eqn.outvars[0])
-    each = [RULES[e.primitive.name](e) for e in eqn.params["jaxpr"].eqns]
-    return Work(
-        other=times * sum(w.other for w in each),
-        transcendentals=times * sum(w.transcendentals for w in each),
-    )
+    return _times(_each_time(eqn.params["jaxpr"]), size(arrays[0]) - size(eqn.outvars[0]))
 
 
 @cost_rule("cumsum", "cumprod", "cummax", "cummin")
+@_by_type("axis")
 def _cumulative(eqn: JaxprEqn) -> Work:
     n = size(eqn.invars[0])
     rows = n // max(1, aval(eqn.invars[0]).shape[eqn.params["axis"]])
@@ -219,6 +261,25 @@ def _window(eqn: JaxprEqn) -> Work:
     window = math.prod(eqn.params["window_dimensions"])
     out = sum(map(size, eqn.outvars))
     return Work(other=_weight(aval(eqn.invars[0]).dtype) * out * (window - 1))
+
+
+@cost_rule("reduce_window")
+def _window_by(eqn: JaxprEqn) -> Work:
+    """A window reduced by a function of the user's."""
+    window = math.prod(eqn.params["window_dimensions"])
+    return _times(_each_time(eqn.params["jaxpr"]), size(eqn.outvars[0]) * (window - 1))
+
+
+@cost_rule("select_and_scatter")
+def _scatter_window_by(eqn: JaxprEqn) -> Work:
+    """A choice for each point of each window but the first, and one update for each window."""
+    windows, window = size(eqn.invars[1]), math.prod(eqn.params["window_dimensions"])
+    select, scatter = (_each_time(eqn.params[name]) for name in ("select_jaxpr", "scatter_jaxpr"))
+    select, scatter = _times(select, windows * (window - 1)), _times(scatter, windows)
+    return Work(
+        other=select.other + scatter.other,
+        transcendentals=select.transcendentals + scatter.transcendentals,
+    )
 
 
 @cost_rule("select_and_scatter_add")
@@ -242,6 +303,7 @@ def _sort(eqn: JaxprEqn) -> Work:
 
 
 @cost_rule("slice", "dynamic_slice", "gather")
+@_still
 def _read_part(eqn: JaxprEqn) -> Work:
     """Only what is taken is read."""
     out = nbytes(*eqn.outvars)
@@ -249,6 +311,7 @@ def _read_part(eqn: JaxprEqn) -> Work:
 
 
 @cost_rule("dynamic_update_slice")
+@_still
 def _write_part(eqn: JaxprEqn) -> Work:
     """In place: only what is replaced is written."""
     return Work(read=nbytes(*eqn.invars[1:]), written=nbytes(eqn.invars[1]))
@@ -256,15 +319,19 @@ def _write_part(eqn: JaxprEqn) -> Work:
 
 @cost_rule("scatter", "scatter-add", "scatter-sub", "scatter-mul", "scatter-min", "scatter-max")
 def _scatter(eqn: JaxprEqn) -> Work:
-    """In place: what is updated is read, if it counts, and written."""
-    updates, combines = eqn.invars[2], eqn.primitive.name != "scatter"
-    each = (0, 1, 6 if eqn.primitive.name == "scatter-mul" else 2)[_weight(aval(updates).dtype)]
-    part = nbytes(updates)
-    return Work(
-        other=combines * each * size(updates),
-        read=part * (1 + combines) + nbytes(eqn.invars[1]),
-        written=part,
-    )
+    """In place: what is updated is read, if it counts, and written.
+
+    By a function of the user's (`x.at[i].apply(f)`), that runs once for each.
+    """
+    updates, name = eqn.invars[2], eqn.primitive.name
+    part, by = nbytes(updates), eqn.params["update_jaxpr"]
+    each = (0, 1, 6 if name == "scatter-mul" else 2)[_weight(aval(updates).dtype)]
+    combines = name != "scatter"
+    work = Work(other=each * size(updates)) if combines else _NOTHING
+    if not combines and by is not None and by.eqns:
+        work, combines = _times(_each_time(by), size(updates)), True
+    read = part * (1 + combines) + nbytes(eqn.invars[1])
+    return dataclasses.replace(work, read=read, written=part)
 
 
 @cost_rule("get", "load", "masked_load")
@@ -302,6 +369,7 @@ def _multiply_adds(eqn: JaxprEqn, count: int) -> Work:
 
 
 @cost_rule("dot_general", "scaled_dot", "scaled_matmul_wrapper", "scaled_matmul")
+@_by_type("dimension_numbers", "precision")
 def _dot_general(eqn: JaxprEqn) -> Work:
     numbers = eqn.params.get("dimension_numbers")
     x = aval(eqn.invars[0])

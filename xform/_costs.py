@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from xform._amount import Amount, Polynomial, at, number, ratio
@@ -101,30 +102,20 @@ class Row:
       node: the equation in its place.
       each: what it does, once on one device: kind of product, FLOPs of products, other FLOPs,
         transcendentals, bytes, fused bytes, bytes sent by mesh axis.
-      times: how often each device runs it; of a branch, in the mean over branches.
+      times: how often each device runs it; of a branch, in the mean over branches. While a kernel
+        is counted, an array of that for each point of its grid.
       devices: how many devices do.
     """
 
     __slots__ = ("devices", "each", "node", "times")
 
-    def __init__(self, node: Node, each: Each, times: Amount, devices: int):
+    def __init__(self, node: Node, each: Each, times: Any, devices: int):
         self.node, self.each, self.times, self.devices = node, each, times, devices
 
 
-@dataclass(frozen=True, repr=False)
-class Costs:
-    """What `cost` returns: the work of one call of a function, on all devices together.
-
-    It prints as a table, and shows itself in a notebook.
-
-    Attributes:
-      rows: every equation that runs, with its work.
-      low, high: the bounds on the total where branches, or masks read from arrays, leave a choice.
-      trips: the loops whose trip count the program does not tell: symbol and line.
-      attention: the FLOPs of each attention by several conventions, with how often it runs.
-      unknown: primitives without a rule (with `strict=False`), with their lines.
-      compiled: what each device runs of the compiled program, where that was asked for.
-    """
+@dataclass(frozen=True)
+class Count:
+    """All that is counted of a program; the attributes are those of `Costs`."""
 
     rows: tuple[Row, ...]
     low: Cost
@@ -132,10 +123,45 @@ class Costs:
     trips: Mapping[str, str]
     attention: tuple[tuple[AttentionFlops, Amount], ...]
     unknown: Mapping[str, tuple[str, ...]]
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class Costs:
+    """What `cost` returns: the work of one call of a function, on all devices together.
+
+    It prints as a table, and shows itself in a notebook. FLOPs and elementary functions are
+    known at once; bytes, lines and whatever else asks where each value goes, from when one of them
+    is first asked for.
+
+    Attributes:
+      jaxpr: the program.
+      count: makes the full count.
+      tally: FLOPs and elementary functions of the total, where they are known without it.
+      compiled: what each device runs of the compiled program, where that was asked for.
+      rows: every equation that runs, with its work.
+      low, high: the bounds on the total where branches, or masks read from arrays, leave a choice.
+      trips: the loops whose trip count the program does not tell: symbol and line.
+      attention: the FLOPs of each attention by several conventions, with how often it runs.
+      unknown: primitives without a rule (with `strict=False`), with their lines.
+    """
+
     jaxpr: Jaxpr
+    count: Callable[[], Count]
+    tally: Cost | None = None
     compiled: Cost | None = None
 
-    @property
+    @cached_property
+    def _counted(self) -> Count:
+        return self.count()
+
+    rows = property(lambda self: self._counted.rows)
+    low = property(lambda self: self._counted.low)
+    high = property(lambda self: self._counted.high)
+    trips = property(lambda self: self._counted.trips)
+    attention = property(lambda self: self._counted.attention)
+    unknown = property(lambda self: self._counted.unknown)
+
+    @cached_property
     def total(self) -> Cost:
         """The work of all devices; of branches, the mean."""
         return add_up(self.rows)
@@ -145,13 +171,22 @@ class Costs:
         """The work of the device that does most: one of each `shard_map`."""
         return add_up(self.rows, per_device=True)
 
+    @property
+    def _arithmetic(self) -> Cost:
+        """The total, of which only FLOPs and elementary functions are asked for."""
+        return self.tally or self.total
+
     matrix = property(
-        lambda self: self.total.matrix, doc="FLOPs of products, by what is multiplied."
+        lambda self: self._arithmetic.matrix, doc="FLOPs of products, by what is multiplied."
     )
-    flops = property(lambda self: self.total.flops, doc="All FLOPs, on all devices.")
-    matrix_flops = property(lambda self: self.total.matrix_flops, doc="Those of matrix products.")
-    other_flops = property(lambda self: self.total.other, doc="All other FLOPs.")
-    transcendentals = property(lambda self: self.total.transcendentals, doc="Elementary functions.")
+    flops = property(lambda self: self._arithmetic.flops, doc="All FLOPs, on all devices.")
+    matrix_flops = property(
+        lambda self: self._arithmetic.matrix_flops, doc="Those of matrix products."
+    )
+    other_flops = property(lambda self: self._arithmetic.other, doc="All other FLOPs.")
+    transcendentals = property(
+        lambda self: self._arithmetic.transcendentals, doc="Elementary functions."
+    )
     bytes = property(lambda self: self.total.bytes, doc="Bytes moved, every equation by itself.")
     fused_bytes = property(lambda self: self.total.fused_bytes, doc="Bytes moved, fused perfectly.")
     collective_bytes = property(
@@ -225,21 +260,24 @@ class Costs:
             raise ValueError(
                 f"`at` got {', '.join(unknown)}; the loops without a count are {have}."
             )
-        return dataclasses.replace(
-            self,
+        found = dataclasses.replace(
+            self._counted,
             rows=tuple(Row(r.node, r.each, at(r.times, trips), r.devices) for r in self.rows),
             low=self.low.at(**trips),
             high=self.high.at(**trips),
             trips={k: line for k, line in self.trips.items() if k not in trips},
             attention=tuple((a, at(n, trips)) for a, n in self.attention),
         )
+        return dataclasses.replace(self, count=lambda: found, tally=None)
 
     def __repr__(self) -> str:
-        return "\n".join([as_text(_table(self), margin=""), *_notes(self)])
+        by_line = self.by_line()
+        return "\n".join([as_text(_table(self.total, by_line), margin=""), *_notes(self, by_line)])
 
     def _repr_html_(self) -> str:
         title = f"What a call costs, on {self.devices} device{'s' if self.devices > 1 else ''}"
-        return page(title, [_table(self)], _notes(self))
+        by_line = self.by_line()
+        return page(title, [_table(self.total, by_line)], _notes(self, by_line))
 
 
 def _phases(rows: Sequence[Row]) -> list[str]:
@@ -297,21 +335,21 @@ def _size(amount: Amount) -> float:
     return float(amount)
 
 
-def _table(costs: Costs, lines: int = 12) -> Table:
+def _table(total: Cost, by_line: Mapping[str, Cost], lines: int = 12) -> Table:
     """The total, and what each line costs."""
     head = ("matrix", "other", "transc.", "bytes", "fused", "sent", "line")
     rows = []
-    for line, c in [("total", costs.total), *list(costs.by_line().items())[:lines]]:
+    for line, c in [("total", total), *list(by_line.items())[:lines]]:
         network = sum(c.collective_bytes.values())
         amounts = (c.matrix_flops, c.other, c.transcendentals, c.bytes, c.fused_bytes, network)
         rows.append([*map(number, amounts), short(line)])
     return Table("", head, rows)
 
 
-def _notes(costs: Costs, lines: int = 12) -> list[str]:
+def _notes(costs: Costs, by_line: Mapping[str, Cost], lines: int = 12) -> list[str]:
     """What the table leaves out: bounds, attention by convention, what is not known."""
     notes = []
-    if (more := len(costs.by_line()) - lines) > 0:
+    if (more := len(by_line) - lines) > 0:
         notes.append(f"… and {more} lines more")
     if costs.low != costs.high:
         notes += [f"at least {costs.low}", f"at most  {costs.high}"]

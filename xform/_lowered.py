@@ -6,12 +6,13 @@ logits, above all) was there before: it is marked by a name scope, `AGAIN`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import jax
 
-from xform._compat import Jaxpr, JaxprEqn, Var
+from xform._compat import Jaxpr, JaxprEqn, Var, dense_ragged_dot
 from xform.jaxpr import carried
 from xform.lowering._tile_fn import primal
 from xform.primitives import cross_entropy, tile_sum
@@ -20,6 +21,23 @@ from xform.primitives._choose import Device
 AGAIN = "computed again"
 
 _LOWERINGS = {"linear_cross_entropy": cross_entropy._impl, "loss_sum": tile_sum._loss_impl}
+
+
+type Lowering = Callable[[JaxprEqn], Jaxpr | None]
+
+
+def as_written(eqn: JaxprEqn) -> None:
+    """The lowering that lowers nothing."""
+    del eqn
+
+
+def dense(eqn: JaxprEqn) -> Jaxpr | None:
+    """`lowered`, and what a ragged product is made of but on a TPU: one of all groups, masked."""
+    if eqn.primitive.name != "ragged_dot_general" or eqn.params.get("group_offset") is not None:
+        return lowered(eqn)
+    avals: list[Any] = [v.aval for v in eqn.invars]
+    avals = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in avals]
+    return jax.make_jaxpr(partial(dense_ragged_dot, **eqn.params))(*avals)
 
 
 def lowered(eqn: JaxprEqn) -> Jaxpr | None:

@@ -17,10 +17,12 @@ import jax
 
 from xform._amount import number
 from xform._buffers import Plan
-from xform._compat import Jaxpr, Literal
+from xform._compat import Jaxpr
+from xform._devices import device as known_device
+from xform._lowered import dense, lowered
 from xform._program import Region, Value, merge, own_inputs, program, prune
 from xform._show import Table, page, short
-from xform.jaxpr._walk import trace
+from xform.jaxpr._trace import given_away, trace_call
 
 
 @dataclass(frozen=True)
@@ -127,12 +129,15 @@ def memory(
     Args:
       f: a function of pytrees of arrays. What a jitted one donates is known.
       donate_argnums: positional arguments to donate besides.
-      device: "cpu", whose compiler orders a program breadth first, or another, whose compiler
-        orders it for memory; by default what JAX runs on.
+      device: "cpu", whose compiler orders a program breadth first, or an accelerator ("gpu", "tpu",
+        or one by name, "H200"), whose compiler orders it for memory; by default what JAX runs on.
 
     Returns:
       A function of the arguments of `f`, which may be `jax.ShapeDtypeStruct`s, that returns
       `Memory`. An argument with a sharding counts what one device holds of it.
+
+    Raises:
+      ValueError: if there is no such argument to donate, or no such device.
 
     >>> import jax, jax.numpy as jnp
     >>> x = jax.ShapeDtypeStruct((1024, 1024), jnp.float32)
@@ -142,11 +147,18 @@ def memory(
     donate = (donate_argnums,) if isinstance(donate_argnums, int) else tuple(donate_argnums)
 
     def predicted(*args, **kwargs) -> Memory:
-        jaxpr = trace(f, *args, **kwargs)
-        leaves = jax.tree.leaves_with_path((args, kwargs))
-        given = [len(path) > 1 and path[0].idx == 0 and path[1].idx in donate for path, _ in leaves]
-        names = [jax.tree_util.keystr(path[1:]) for path, _ in leaves]
-        return memory_of(jaxpr, [x for _, x in leaves], names=names, donated=given, device=device)
+        if wrong := [i for i in donate if not -len(args) <= i < len(args)]:
+            raise ValueError(
+                f"`donate_argnums={donate}` names arguments {wrong} of a call with {len(args)} "
+                "positional ones; an argument by keyword is donated by `jax.jit(donate_argnames=…)`"
+            )
+        gone = {i % len(args) for i in donate}
+        call = trace_call(f, args, kwargs)
+        donated = [
+            by_jit or position in gone
+            for by_jit, position in zip(call.donated, call.positions, strict=True)
+        ]
+        return memory_of(call.jaxpr, call.args, names=call.names, donated=donated, device=device)
 
     return predicted
 
@@ -160,21 +172,15 @@ def memory_of(
     device: str | None = None,
 ) -> Memory:
     """Returns what a closed jaxpr needs; `args` may carry shardings, `names` are for the report."""
-    donated = list(donated) or [False] * len(jaxpr.invars)
-    if len(jaxpr.eqns) == 1 and (by_jit := jaxpr.eqns[0].params.get("donated_invars")):
-        own = {
-            v: gone
-            for v, gone in zip(jaxpr.eqns[0].invars, by_jit, strict=True)
-            if not isinstance(v, Literal)
-        }
-        donated = [d or own.get(v, False) for d, v in zip(donated, jaxpr.invars, strict=True)]
-    region = prune(merge(program(jaxpr)))
+    donated = list(donated) or given_away(jaxpr)
+    name = device or jax.default_backend()
+    region = prune(merge(program(jaxpr, lower=lowered if "tpu" in name.lower() else dense)))
     inputs = region.inputs[len(jaxpr.consts) :]
     shares = _shares(region, inputs, args)
     names = list(names) or [f"[{i}]" for i in range(len(inputs))]
     label = {v: f"argument{name}" for v, name in zip(inputs, names, strict=True)}
     matched = _match(inputs, donated, region.outputs)
-    breadth_first = (device or jax.default_backend()).lower() == "cpu"
+    breadth_first = _breadth_first(name)
     plan = Plan(region, shares, donated=matched, eager=breadth_first)
     found = plan.peak()
     other = Plan(region, shares, donated=matched, eager=not breadth_first).peak()
@@ -193,6 +199,18 @@ def memory_of(
         residuals=_largest(_residuals(plan)),
         peak_otherwise=fixed + other.bytes,
     )
+
+
+# Of all of these the compiler orders a program for memory.
+_ACCELERATORS = ("accelerator", "gpu", "cuda", "rocm", "tpu")
+
+
+def _breadth_first(name: str) -> bool:
+    """Whether the compiler of a device runs each operation as soon as it can."""
+    if name.lower() in ("cpu", *_ACCELERATORS):
+        return name.lower() == "cpu"
+    known_device(name)  # or else it raises
+    return False
 
 
 def _largest(buffers: Iterable[Buffer]) -> tuple[Buffer, ...]:

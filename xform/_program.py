@@ -8,8 +8,9 @@ Values are objects: whoever reads one knows what made it, and whether it outlive
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +19,7 @@ import numpy as np
 from jax.core import Tracer
 
 from xform._compat import Jaxpr, JaxprEqn, Literal
-from xform._lowered import AGAIN, lowered
+from xform._lowered import AGAIN, Lowering, lowered
 from xform.jaxpr._interpret import called
 from xform.jaxpr._walk import UNKNOWN, carried, source_line
 
@@ -51,11 +52,7 @@ class Value:
     __slots__ = ("aval", "bytes", "escapes", "known", "node", "same_as", "size", "view")
 
     def __init__(self, aval, node: Node | None = None, known: Any = None):
-        self.aval = aval = getattr(aval, "inner_aval", aval)
-        self.size = math.prod(getattr(aval, "shape", ()))
-        dtype = getattr(aval, "dtype", None)
-        on_host = getattr(aval, "memory_space", None) is jax.memory.Space.Host
-        self.bytes = 0 if dtype is None or on_host else self.size * dtype.itemsize
+        self.aval, self.size, self.bytes = _measured(aval)
         self.node = node
         self.known = known
         self.same_as: Value | None = None
@@ -72,6 +69,16 @@ class Value:
         return f"Value({self.aval.str_short()})"
 
 
+@functools.lru_cache(4096)
+def _measured(aval: Any) -> tuple[Any, int, int]:
+    """The type of an array, or of what a reference refers to, with its elements and bytes."""
+    aval = getattr(aval, "inner_aval", aval)
+    size = math.prod(getattr(aval, "shape", ()))
+    dtype = getattr(aval, "dtype", None)
+    on_host = getattr(aval, "memory_space", None) is jax.memory.Space.Host
+    return aval, size, 0 if dtype is None or on_host else size * dtype.itemsize
+
+
 @dataclass(frozen=True, eq=False)
 class Place:
     """Where the nodes of one body stand.
@@ -83,7 +90,7 @@ class Place:
         "again" for what is certain to be computed a second time.
       axes: sizes of the mesh axes in sight.
       remat: whether the body is that of a remat that runs again for the backward pass.
-      lower: whether primitives that are lowered to a program stand for that program.
+      lower: which primitives stand for the program that they are lowered to.
     """
 
     parents: tuple[JaxprEqn, ...] = ()
@@ -91,7 +98,7 @@ class Place:
     phase: str = "forward"
     axes: tuple[tuple[str, int], ...] = ()
     remat: bool = False
-    lower: bool = True
+    lower: Lowering = lowered
 
     def of(self, eqn: JaxprEqn) -> tuple[tuple[str, ...], str]:
         """Scope and phase of an equation here."""
@@ -225,14 +232,13 @@ def merge(region: Region) -> Region:
     return region
 
 
-def program(jaxpr: Jaxpr, args: Sequence[Any] = (), *, lower: bool = True) -> Region:
+def program(jaxpr: Jaxpr, args: Sequence[Any] = (), *, lower: Lowering = lowered) -> Region:
     """Returns the regions of a closed jaxpr.
 
     Args:
       jaxpr: the program.
       args: may tell the content of its inputs.
-      lower: whether primitives that are lowered to a program (`xform._lowered`) stand for it; as
-        they are written, they are one node each.
+      lower: gives the program that stands for an equation, or None where that is one node.
     """
     region = _region(jaxpr, Place(lower=lower))
     for value, arg in zip(region.inputs[len(jaxpr.consts) :], args, strict=False):
@@ -266,7 +272,7 @@ def _inline(jaxpr: Jaxpr, inputs: Sequence[Value], place: Place, nodes: list[Nod
 
     for eqn in jaxpr.eqns:
         ins = [read(atom) for atom in eqn.invars]
-        if (body := called_body(eqn, lower=place.lower)) is not None:
+        if (body := called_body(eqn, place.lower)) is not None:
             consts = [Value(jax.typeof(x), known=x) for x in body.consts]
             outs = _inline(body, [*consts, *ins], place.within(eqn), nodes)
             env.update(zip(eqn.outvars, outs, strict=True))
@@ -286,14 +292,29 @@ def _inline(jaxpr: Jaxpr, inputs: Sequence[Value], place: Place, nodes: list[Nod
     return [read(atom) for atom in jaxpr.outvars]
 
 
-def called_body(eqn: JaxprEqn, *, lower: bool = True) -> Jaxpr | None:
+def called_body(eqn: JaxprEqn, lower: Lowering = lowered) -> Jaxpr | None:
     """The program that an equation merely calls, or that its primitive is lowered to."""
-    if lower and (body := lowered(eqn)) is not None:
+    name, params = eqn.primitive.name, eqn.params
+    if (body := lower(eqn)) is not None:
         return body
-    key = {"custom_partitioning": "call", "composite": "jaxpr"}.get(eqn.primitive.name)
-    if key is not None:
-        return eqn.params[key]
-    return called(eqn) if len(eqn.params) else None
+    if not params:
+        return None
+    if name == "custom_partitioning":
+        return params["call"]
+    body = called(eqn)
+    return _expanded(params["_prim"]) if body is None and "_prim" in params else body
+
+
+def _expanded(prim: Any) -> Jaxpr | None:
+    """The program that a hijax primitive stands for, if it is one of arrays."""
+    if not hasattr(prim, "expand"):
+        return None
+    try:
+        return jax.make_jaxpr(lambda *flat: prim.expand(*prim.in_tree.unflatten(flat)))(
+            *prim.in_avals_flat
+        )
+    except (NotImplementedError, TypeError):
+        return None
 
 
 # The bodies that each structural primitive runs, by label.
@@ -307,6 +328,8 @@ _BODIES = {
     "run_scoped": lambda eqn: [("body", eqn.params["jaxpr"])],
     "run_state": lambda eqn: [("body", eqn.params["jaxpr"])],
 }
+STRUCTURES = frozenset(_BODIES)
+"""The primitives that run bodies of their own."""
 
 
 # ---- which inputs of a body equal a value outside ------------------------------------------------
@@ -368,59 +391,105 @@ _LINKS = {
 def content(value: Value) -> Any | None:
     """What a value holds, from constants and concrete arguments; None if they don't say."""
     with jax.ensure_compile_time_eval():
-        return _content(value)
+        return content_at(value)
 
 
-def _content(value: Value) -> Any | None:
+# What these hold depends on where they run.
+_PLACED = ("program_id", "num_programs", "axis_index")
+
+
+def content_at(value: Value, here: Callable[[Node], Any] | None = None) -> Any | None:
+    """What a value holds where it runs: `here` tells what a node makes there, or None.
+
+    Without `here`, what is found is kept.
+    """
     if value.known is not None:
         return value.known
     if value.same_as is not None:
-        return _content(value.same_as)
+        return content_at(value.same_as, here)
     node = value.node
-    if node is None or node.regions or node.eqn.effects or value.size > _LARGE:
+    if (
+        node is None
+        or node.regions
+        or value.size > _LARGE
+        or any(x.size > _LARGE for x in node.ins)
+    ):
         return None
-    if any(x.size > _LARGE for x in node.ins) or node.place.axes:
+    if here is not None and (found := here(node)) is not None:
+        return found
+    if node.eqn.effects or node.place.axes or node.name in _PLACED:
         return None
-    args = [_content(x) for x in node.ins]
+    args = [content_at(x, here) for x in node.ins]
     if any(x is None for x in args):
         return None
     eqn = node.eqn
     out = eqn.primitive.bind(*args, **eqn.primitive.get_bind_params(eqn.params))
     results = out if eqn.primitive.multiple_results else [out]
+    if here is not None:
+        return results[node.outs.index(value)]
     for made, result in zip(node.outs, results, strict=True):
         made.known = result
     return value.known
 
 
-def trip_count(node: Node) -> int | None:
+# What a comparison says of its second operand and its first.
+_TURNED = {"lt": "gt", "gt": "lt", "le": "ge", "ge": "le", "ne": "ne"}
+
+
+def trip_count(node: Node, look: Callable[[Value], Any] = content) -> Any | None:
     """How often a loop runs; None for a while that no constant or concrete argument decides.
 
-    Decided is a counter: `i < n` with `i` carried, started at a known number and raised by one.
+    Decided is a counter: `i < n`, `i > n` or `i != n` with an integer `i` carried, started at a
+    known number and changed by the same number in each turn. `look` says what values hold; of
+    arrays, one for each of several runs of the loop, the answer is one.
     """
     if node.name == "scan":
         return node.eqn.params["length"]
     params, (test, body) = node.eqn.params, node.regions.values()
-    if len(test.nodes) != 1 or test.nodes[0].name not in ("lt", "gt", "le", "ge"):
+    if len(test.nodes) != 1 or test.nodes[0].name not in _TURNED:
         return None
     (compare,), skip = test.nodes, params["cond_nconsts"]
-    x, y = compare.ins if compare.name in ("lt", "le") else reversed(compare.ins)
+    (x, y), relation = compare.ins, compare.name
     carry = own_inputs(params["cond_jaxpr"], test)[skip:]
-    if x not in carry or test.outputs != [*compare.outs]:
-        return None
-    i = carry.index(x)
     inside = own_inputs(params["body_jaxpr"], body)[params["body_nconsts"] :]
-    step = body.outputs[i].node
-    if step is None or step.name != "add" or x.aval.shape or inside[i] not in step.ins:
+    if test.outputs != [*compare.outs] or x.aval.shape or x.aval.dtype.kind not in "iu":
         return None
-    by = next((content(v) for v in step.ins if v is not inside[i]), None)
-    start, end = content(node.ins[len(node.ins) - len(carry) + i]), content(y)
-    if (
-        by is None
-        or start is None
-        or end is None
-        or int(by) <= 0
-        or np.asarray(end).dtype.kind not in "iu"
-    ):
+    for counter, other, said in ((x, y, relation), (y, x, _TURNED[relation])):
+        if counter in carry:
+            i = carry.index(counter)
+            start, end = look(node.ins[len(node.ins) - len(carry) + i]), look(other)
+            by = _step(body.outputs[i], inside[i], look)
+            if start is None or end is None or by is None:
+                return None
+            runs = np.broadcast_arrays(*(np.asarray(n, np.int64) for n in (start, end, by)))
+            each = zip(*(n.ravel().tolist() for n in runs), strict=True)
+            turns = [_turns(start, end, by, said) for start, end, by in each]
+            if None in turns:
+                return None
+            return np.array(turns, np.int64) if runs[0].shape else turns[0]
+    return None
+
+
+def _step(after: Value, before: Value, look: Callable[[Value], Any]) -> Any | None:
+    """What a turn adds to a counter."""
+    step = after.node
+    if step is None or step.name not in ("add", "sub") or before not in step.ins:
         return None
-    span = int(end) - int(start) + (compare.name in ("le", "ge"))
-    return max(0, -(-span // int(by)))
+    first, second = step.ins
+    if step.name == "sub" and first is not before:
+        return None
+    by = look(second if first is before else first)
+    return by if by is None or step.name == "add" else -np.asarray(by, np.int64)
+
+
+def _turns(start: int, end: int, by: int, relation: str) -> int | None:
+    """How often `i relation end` holds, for `i` from `start` on; None if for ever."""
+    if relation in ("gt", "ge"):
+        start, end, by, relation = -start, -end, -by, _TURNED[relation]
+    span = end - start + (relation == "le")
+    if relation == "ne":
+        exact = span == 0 or (by != 0 and span % by == 0 and span // by > 0)
+        return (span // by if span else 0) if exact else None
+    if span <= 0:
+        return 0
+    return -(-span // by) if by > 0 else None

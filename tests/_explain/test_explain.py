@@ -179,6 +179,29 @@ def test_for_an_accelerator_that_is_not_there():
     assert "in command buffers" in str(report)
 
 
+def test_one_kernel_for_an_accelerator_is_one_launch():
+    x = jax.ShapeDtypeStruct((64, 64), jnp.bfloat16)
+    report = explain(lambda x, *, w: x @ w, target="H200")(x, w=x)
+    assert (report.launches, len(report.program.kernels)) == (1, 1)
+
+
+def test_routed_experts_for_an_accelerator():
+    """One device has no axis that a primitive would have to be split along."""
+    x, w = (jax.ShapeDtypeStruct(s, jnp.float32) for s in ((64, 32), (4, 32, 16)))
+    sizes = jax.ShapeDtypeStruct((4,), jnp.int32)
+    assert explain(jax.lax.ragged_dot, target="H200")(x, w, sizes).work.matrix >= 2 * 64 * 32 * 16
+
+
+def test_what_is_no_array_is_part_of_the_program():
+    f = lambda p, x, mode: {**p, "y": p["activation"](x @ p["w"] if mode == "product" else x)}
+    p = {"activation": jnp.tanh, "w": jnp.ones((8, 8))}
+    for report in (
+        explain(f)(p, jnp.ones((8, 8)), mode="product"),
+        explain(f, run=False)(p, jnp.ones((8, 8)), "product"),
+    ):
+        assert (report.work.matrix, report.work.transcendental) == (2 * 8**3, 64)
+
+
 def test_small_kernels_in_a_loop_are_launches():
     """The report says why a loop of small kernels is slow: kernels × trips."""
     f = lambda x: jax.lax.scan(lambda c, _: (jnp.sort(c) + 1, None), x, None, length=1000)[0]
@@ -226,6 +249,30 @@ def test_every_callback_is_listed():
     with pytest.raises(RuntimeError) as e:
         no_host_gap(step)(jnp.ones(2))
     assert all(f"{name}_callback" in str(e.value) for name in ("debug", "pure", "io"))
+
+
+def test_arrays_of_numpy_numbers_and_modules_are_checked_too():
+    step = no_host_gap(lambda x, rate: x * rate)
+    assert step(np.ones(2), 0.5).tolist() == [0.5, 0.5]
+    assert step(jnp.ones(2), 0.25).tolist() == [0.25, 0.25]
+    with pytest.raises(RuntimeError, match="debug_print"):
+        no_host_gap(printing)(np.ones(2))
+    eqx = pytest.importorskip("equinox")
+    model = eqx.nn.MLP(4, 2, 8, 1, key=jax.random.key(0))
+    assert no_host_gap(eqx.filter_jit(lambda m, x: m(x)))(model, jnp.ones(4)).shape == (2,)
+    with pytest.raises(RuntimeError, match="debug_print"):
+        no_host_gap(eqx.filter_jit(lambda m, x: printing(m(x))))(model, jnp.ones(4))
+
+
+def test_a_number_that_may_be_static_is_not_taken_for_another():
+    @no_host_gap
+    @partial(jax.jit, static_argnums=1)
+    def step(x, loud):
+        return printing(x) if loud else x
+
+    step(jnp.ones(2), False)
+    with pytest.raises(RuntimeError, match="debug_print"):
+        step(jnp.ones(2), True)
 
 
 def test_a_step_that_does_not_is_itself():

@@ -140,7 +140,7 @@ def _flash_forward(pairs, values, row, s, v, sinks):
 def _flash_backward(kept, cts):
     (at_b, at_h, at_q, at_k), values, row, s, sinks, out, lse = kept
     (b, _, h, size), dtype, wide = values.shape, values.dtype, s.dtype
-    d_out = cts[0].reshape(b, -1, h, size)
+    d_out = cts[0].reshape(b, len(sinks) // max(1, b * h), h, size)
     product = jnp.einsum("bthv,bshv->bhts", d_out, values, preferred_element_type=wide)
     d_out, out = cts[0].astype(wide), _rounded(out.astype(wide), dtype)
     pull = (d_out * out).sum(-1) - cts[1]

@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from tests.oracle import once
 from xform.primitives.attention import flex_attention
@@ -119,6 +121,101 @@ def test_a_loop_of_unknown_length_has_no_gradient_in_reverse():
     assert np.isfinite(jax.jvp(total, (X,), (X,))[1])
     with pytest.raises(NotImplementedError, match=r"`while` \(at .*errors.py:\d+ \("):
         jax.grad(total)(X)
+
+
+@jax.custom_vjp
+def backward_only(x):
+    return jnp.sin(x)
+
+
+backward_only.defvjp(lambda x: (jnp.sin(x), x), lambda x, ct: (ct * jnp.cos(x),))
+UNDERIVABLE = {
+    "nextafter": (jax.grad, lambda s: jnp.nextafter(s, 2.0)),
+    "regularized_incomplete_beta": (
+        jax.grad, lambda s: jax.scipy.special.betainc(jnp.abs(s) + 0.1, 1.0, 0.5),
+    ),
+    "igamma": (
+        lambda f: jax.jacfwd(jax.grad(f)), lambda s: jax.lax.igamma(jnp.abs(s) + 0.1, 1.0),
+    ),
+    "custom_vjp_call": (jax.jacfwd, backward_only),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", UNDERIVABLE)
+def test_a_derivative_that_jax_does_not_have_is_named_with_its_line(name):
+    derivative, f = UNDERIVABLE[name]
+    total = lambda x: flex_attention(x, x, x, score_mod=lambda s, b, h, q, k: f(s)).sum()
+    where = rf"no such derivative: `{name}` \(at .*errors.py:\d+ .*Write `jax.custom_jvp`"
+    with pytest.raises(NotImplementedError, match=where):
+        derivative(total)(X)
+
+
+REF = jax.new_ref(jnp.ones(8))
+ONE = jax.make_mesh((1,), ("one",))
+OUTSIDE = {
+    "a reference": (TypeError, "reads what may change, Ref", lambda s, q: s + REF[q]),
+    "a shape": (TypeError, "make arrays of a size that is known", lambda s, q: s + jnp.zeros(q)[0]),
+    "a mesh": (
+        NotImplementedError, r"on no mesh: `shard_map` \(at .*errors.py",
+        lambda s, q: jax.shard_map(lambda x: x, mesh=ONE, in_specs=P(), out_specs=P())(s),
+    ),
+    "a placement": (
+        NotImplementedError, r"on no mesh: `sharding_constraint` \(at .*errors.py",
+        lambda s, q: jax.lax.with_sharding_constraint(s, NamedSharding(ONE, P())),
+    ),
+    "numbers of no key": (
+        NotImplementedError, r"`rng_uniform` may draw other numbers .*errors.py",
+        lambda s, q: jax.lax.rng_uniform(s, s + 1, ()),
+    ),
+    "a sort in a function of JAX's": (
+        NotImplementedError, r"`sort` works on an array as a whole.*\(at .*errors.py",
+        lambda s, q: jnp.sort(jnp.stack([s, 2.0]))[0],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OUTSIDE)
+def test_what_belongs_outside_of_a_mod_is_named(name):
+    kind, words, f = OUTSIDE[name]
+    with pytest.raises(kind, match=words):
+        flex_attention(X, X, X, score_mod=lambda s, b, h, q, k: f(s, q))
+
+
+def test_a_sum_over_vmap_is_no_question_of_devices():
+    mod = lambda s, b, h, q, k: jax.lax.psum(s, "i")
+    attend = jax.vmap(lambda x: flex_attention(x, x, x, score_mod=mod), axis_name="i")
+    with pytest.raises(NotImplementedError, match=r"may not communicate.*`psum` over \('i',\)"):
+        attend(X[None])
+
+
+VECTORS = {
+    "logsumexp": lambda s: jax.nn.logsumexp(jnp.stack([s, 2 * s, 1.0])),
+    "softmax": lambda s: jax.nn.softmax(jnp.stack([s, 1.0]))[0],
+    "a share": lambda s: (jnp.stack([s, 2.0]) / jnp.stack([s, 9.0]).sum(keepdims=True))[1],
+    "an outer product": lambda s: jnp.outer(jnp.stack([s, 1.0]), jnp.arange(2.0)).sum(),
+    "a determinant": lambda s: jnp.linalg.det(jnp.eye(3) + 0.1 * s),
+}
+
+
+@pytest.mark.parametrize("name", VECTORS)
+def test_small_arrays_inside_a_mod(name):
+    mod = lambda s, b, h, q, k: VECTORS[name](s)
+    total = lambda how, x: flex_attention(x, x, x, score_mod=mod, implementation=how).sum()
+    found, true = (once(jax.grad(partial(total, how)), X) for how in (None, "reference"))
+    np.testing.assert_allclose(found, true, rtol=1e-5, atol=1e-6 * np.abs(true).max())
+
+
+@pytest.mark.parametrize("key", [jnp.ones(2), jnp.ones(2, int), jnp.ones(3, jnp.uint32)], ids=str)
+def test_what_is_no_random_key_is_said(key):
+    with pytest.raises(TypeError, match=r"`dropout_key` is .*needed is a key, `jax.random.key"):
+        flex_attention(X, X, X, dropout_rate=0.1, dropout_key=key)
+
+
+def test_numpy_arrays_are_taken_as_jax_takes_them():
+    x = np.random.default_rng(0).normal(size=X.shape)
+    out = flex_attention(x, X, x)
+    assert out.dtype == X.dtype
+    np.testing.assert_array_equal(out, flex_attention(jnp.asarray(x), X, jnp.asarray(x)))
 
 
 def test_random_numbers_may_be_drawn_in_a_mod():

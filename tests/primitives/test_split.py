@@ -1,5 +1,6 @@
 """Arrays that a mesh splits, outside of `shard_map`: nothing moves, and no value changes."""
 
+import contextlib
 import re
 from collections.abc import Mapping
 from functools import partial
@@ -16,6 +17,7 @@ from xform.primitives.attention import flex_attention
 from xform.primitives.masks import causal, documents
 
 TYPES = {"explicit": AxisType.Explicit, "auto": AxisType.Auto}
+SET = "explicit, set"  # as explicit, within `jax.set_mesh`
 COLLECTIVE = r"\b(all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute)[a-z-]*\("
 
 
@@ -24,7 +26,11 @@ def collectives(run) -> set[str]:
 
 
 def mesh(types):
-    return jax.make_mesh((4, 2), ("dp", "tp"), (TYPES[types],) * 2)
+    return jax.make_mesh((4, 2), ("dp", "tp"), (TYPES[types.partition(",")[0]],) * 2)
+
+
+def entered(types):
+    return jax.set_mesh(mesh(types)) if types == SET else contextlib.nullcontext()
 
 
 def place(types, x, specs: Mapping[str, P]):
@@ -85,7 +91,7 @@ def compiled(f, *args):
     return jax.jit(f).lower(*args).compile(UNOPTIMISED)
 
 
-@pytest.mark.parametrize("types", TYPES)
+@pytest.mark.parametrize("types", [*TYPES, SET])
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in SPLITS]
 )
@@ -94,9 +100,10 @@ def test_split_arrays_stay_where_they_are(name, types):
     kv_heads, specs = SPLITS[name]
     x, ids = inputs(kv_heads)
     placed, placed_ids = place(types, x, specs), place(types, {"ids": ids}, specs)["ids"]
-    run = compiled(jax.value_and_grad(loss), placed, placed_ids)
+    with entered(types):
+        run = compiled(jax.value_and_grad(loss), placed, placed_ids)
+        found = run(placed, placed_ids)
     assert collectives(run) <= {"all-reduce"}
-    found = run(placed, placed_ids)
     true = once(jax.value_and_grad(partial(loss, how="reference")), x, ids)
     for key, grad in found[1].items():
         assert grad.sharding.is_equivalent_to(placed[key].sharding, grad.ndim), key
@@ -104,8 +111,31 @@ def test_split_arrays_stay_where_they_are(name, types):
         np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-5 * np.abs(b).max())
 
 
+@pytest.mark.parametrize("types", [*TYPES, SET])
+def test_random_keys_of_a_mod_stay_whole_or_split(types):
+    """One key for all, and one for each batch entry."""
+    keys = {"one": jax.random.key(1), "each": jax.random.split(jax.random.key(2), 4)}
+    q = {"q": inputs()[0]["q"]}
+
+    def attend(x, keys):
+        def mask(b, h, q, k):
+            noise = jax.random.fold_in(keys["each"][b], 24 * q + k)
+            return jax.random.bernoulli(noise, 0.7) | (q == k)
+
+        score = lambda s, b, h, q, k: s + jax.random.uniform(jax.random.fold_in(keys["one"], k))
+        return flex_attention(x["q"], x["q"], x["q"], score_mod=score, mask_mod=mask)
+
+    placed = place(types, q, {"q": P("dp", None, "tp")})
+    placed_keys = place(types, keys, {"each": P("dp")})
+    with entered(types):
+        run = compiled(attend, placed, placed_keys)
+        found = run(placed, placed_keys)
+    assert not collectives(run)
+    np.testing.assert_allclose(found, once(attend, q, keys), rtol=2e-5, atol=2e-6)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("types", TYPES)
+@pytest.mark.parametrize("types", [*TYPES, SET])
 def test_derivatives_of_derivatives_stay_split(types):
     x, ids = inputs()
     specs = SPLITS["what is read at b and h too"][1]
@@ -115,7 +145,8 @@ def test_derivatives_of_derivatives_stay_split(types):
         f = jax.grad(lambda x: loss(x, ids, aux=("lse", "max")))
         return jax.jvp(f, (x,), (jax.tree.map(jnp.cos, x),))[1]
 
-    found = compiled(hvp, placed, placed_ids)
+    with entered(types):
+        found = compiled(hvp, placed, placed_ids)
     assert collectives(found) <= {"all-reduce"}
     # Of one device: XLA for CPU gets the second derivative of the dense program's maximum wrong.
     true = once(hvp, x, ids)

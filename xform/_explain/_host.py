@@ -9,6 +9,7 @@ from jax.core import Tracer
 
 from xform._hlo import read
 from xform.jaxpr import walk
+from xform.jaxpr._trace import JITTED, jitted_call
 
 CALLBACKS = ("pure_callback", "io_callback", "debug_callback", "debug_print", "infeed", "outfeed")
 
@@ -31,28 +32,33 @@ def no_host_gap(f: Callable) -> Callable:
     >>> step(jax.numpy.ones(2))
     Array([2., 2.], dtype=float32)
     """
-    jitted: Any = f if hasattr(f, "lower") else jax.jit(f)
+    run: Any = f if hasattr(f, "lower") else jax.jit(f)
     passed: set = set()
 
     @wraps(f)
     def checked(*args, **kwargs):
         leaves, tree = jax.tree.flatten((args, kwargs))
-        traced = any(isinstance(x, Tracer) for x in leaves)
-        key = (tree, *map(_type, leaves))
+        key: Any = (tree, *map(_type, leaves))
+        if isinstance(f, JITTED) and not all(hasattr(x, "dtype") for x in leaves):
+            # Of which some may be static: what is traced, jit knows.
+            key = (f.trace(*args, **kwargs).jaxpr, *key)  # pyright: ignore[reportFunctionMemberAccess]
         if key not in passed:
-            _refuse(f, _in_jaxpr(jitted, args, kwargs))
-            if not traced:
-                _refuse(f, _in_program(jitted, args, kwargs))
+            jitted, inputs, named = jitted_call(f, args, kwargs)
+            _refuse(f, _in_jaxpr(jitted, inputs, named))
+            if not any(isinstance(x, Tracer) for x in leaves):
+                _refuse(f, _in_program(jitted, inputs, named))
             passed.add(key)
-        return jitted(*args, **kwargs)
+        return run(*args, **kwargs)
 
     return checked
 
 
 def _type(x: Any) -> Any:
+    """What programs differ by: of an array its type and where it lies, of a number its type."""
     if hasattr(x, "dtype"):
-        return jax.typeof(x), None if isinstance(x, Tracer) else x.sharding
-    return x
+        lies = isinstance(x, jax.Array) and not isinstance(x, Tracer)
+        return jax.typeof(x), x.sharding if lies else None
+    return type(x) if isinstance(x, bool | int | float | complex) else x
 
 
 def _in_jaxpr(jitted: Any, args: tuple, kwargs: dict) -> list[str]:

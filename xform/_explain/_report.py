@@ -24,6 +24,7 @@ from xform._hlo import (
     total,
 )
 from xform._show import Table, as_text, page, short, si
+from xform.jaxpr._trace import jitted_call
 
 # Host time to start one kernel: alone, and as a node of a CUDA graph. Typical values, which a
 # machine may miss by half: published are 2 to 7 µs a launch, 0.6 µs a node. On a CPU, a call.
@@ -330,9 +331,9 @@ def explain(
     >>> report.work
     Work(matrix=524288, other=0, transcendental=4096)
     """
-    jitted: Any = f if hasattr(f, "lower") else jax.jit(f)
 
     def explained(*args, **kwargs) -> Report:
+        jitted, args, kwargs = jitted_call(f, args, kwargs)
         runnable = target is None and all(map(_is_value, jax.tree.leaves((args, kwargs))))
         if run and not runnable:
             reason = f"there is a target, {target!r}" if target else "an argument is no array"

@@ -87,7 +87,10 @@ def compile_and_dump(
             compiled = lowered.compile(compiler_options={**(options or {}), **asked})
         texts = {
             suffix: "".join(path.read_text() for path in Path(folder).glob(f"*{suffix}.txt"))
-            for suffix in ("-buffer-assignment", "after_thunk_passes", "thunk_metadata")
+            for suffix in (
+                *("-buffer-assignment", "thunk_metadata"),
+                *("thunk_sequence", "after_thunk_passes"),  # the second, where a pass changed it
+            )
         }
         modules = {
             when: next(Path(folder).glob(f"*.{when}_spmd-partitioning.*txt"), None)
@@ -96,7 +99,8 @@ def compile_and_dump(
         whole, split = (parse(file.read_text()) if file else None for file in modules.values())
     launches = None
     if texts["thunk_metadata"]:
-        launches = read_launches(texts["after_thunk_passes"], texts["thunk_metadata"])
+        started = texts["after_thunk_passes"] or texts["thunk_sequence"]
+        launches = read_launches(started, texts["thunk_metadata"])
     return compiled, Dump(read_buffers(texts["-buffer-assignment"]), launches, whole, split)
 
 

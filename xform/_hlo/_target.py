@@ -16,6 +16,7 @@ from jax.stages import Compiled, Lowered, Traced
 
 from xform._compat import no_compilation_cache, register_plugin, target_topology
 from xform.jaxpr import walk
+from xform.jaxpr._trace import jitted_call
 
 # The platform of each target, and the file that describes it.
 TARGETS = {"H200": ("cuda", "h200.txtpb")}
@@ -68,14 +69,15 @@ def lower_for(target: str, f: Callable, *args: Any, **kwargs: Any) -> Lowered:
     """
     if target not in TARGETS:
         target_mesh(target, {})
+    jitted, args, kwargs = jitted_call(f, args, kwargs)
     shapes = jax.tree.map(_shape, (args, kwargs))
-    jitted: Any = f if hasattr(f, "lower") else jax.jit(f)
     if any(x.sharding for x in _arrays(shapes)) and not _foreign(shapes):
         return jitted.lower(*shapes[0], **shapes[1])  # it is written for the target already
     traced = jitted.trace(*shapes[0], **shapes[1])
     mesh = mesh_of(traced, shapes)
     if mesh is None:
-        here = NamedSharding(target_mesh(target, {"one": 1}), jax.P())
+        # Automatic: of an explicit axis each operation would have to say how it is split.
+        here = NamedSharding(target_mesh(target, {"one": 1}, (AxisType.Auto,)), jax.P())
         placed = jax.tree.map(lambda x: _placed(x, here), shapes, is_leaf=_is_array)
         return jitted.lower(*placed[0], **placed[1])
     there = target_mesh(target, dict(mesh.shape), mesh.axis_types)

@@ -15,7 +15,8 @@ from xform._compat import JaxprEqn, Literal, Var, scan_operands, varying_axes
 from xform._cost import cost
 from xform._stages._vary import axes_of, cast
 from xform.jaxpr._rewrite import bind, inline
-from xform.jaxpr._walk import source_line, trace
+from xform.jaxpr._trace import trace
+from xform.jaxpr._walk import source_line
 
 # What tells JAX that a value differs over devices: nothing to compute.
 _CASTS = ("pvary", "pcast")

@@ -21,10 +21,10 @@ from xform.jaxpr._interpret import interpret as interpret
 from xform.jaxpr._interpret import run_body as run_body
 from xform.jaxpr._rewrite import inline as inline
 from xform.jaxpr._rewrite import rewrite as rewrite
+from xform.jaxpr._trace import trace as trace
 from xform.jaxpr._walk import Carried as Carried
 from xform.jaxpr._walk import Site as Site
 from xform.jaxpr._walk import carried as carried
 from xform.jaxpr._walk import source_line as source_line
 from xform.jaxpr._walk import sub_jaxprs as sub_jaxprs
-from xform.jaxpr._walk import trace as trace
 from xform.jaxpr._walk import walk as walk

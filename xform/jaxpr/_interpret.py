@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from xform._compat import Jaxpr, JaxprEqn, Literal
-from xform.jaxpr._walk import own_params, source_line
+from xform.jaxpr._walk import at_line, own_params, source_line
 
 type Rule = Callable[..., Any] | eqn_rule
 type Rules = Mapping[Any, Rule]  # keys: Primitive | str | tuple[str, str], which Mapping can't vary
@@ -70,7 +70,8 @@ def interpret(
         if rule not in (None, run_body):
             return call_rule(rule, eqn, args)
         if (body := called(eqn)) is not None:
-            return evaluate(body, body.consts, args, apply, lift)
+            with at_line(eqn):
+                return evaluate(body, body.consts, args, apply, lift)
         if default is not None:
             return _results(eqn, default(eqn, *args))
         raise NotImplementedError(_no_rule(eqn))

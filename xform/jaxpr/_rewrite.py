@@ -30,7 +30,8 @@ from xform.jaxpr._interpret import (
     find_rule,
     run_body,
 )
-from xform.jaxpr._walk import source_line, sub_jaxprs, trace, walk
+from xform.jaxpr._trace import trace
+from xform.jaxpr._walk import source_line, sub_jaxprs, walk
 
 
 def rewrite(f: Callable, rules: Rules) -> Callable:

@@ -1,6 +1,8 @@
 """Look at a program: every equation, at every depth, with the line that made it."""
 
-from collections.abc import Callable, Iterator, Mapping
+import contextlib
+import functools
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -8,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import jaxtyping
 
-from xform._compat import Jaxpr, JaxprEqn, user_frames
+from xform._compat import Jaxpr, JaxprEqn, source_info_util, user_frames
 from xform._show import named
 
 UNKNOWN = "unknown"
@@ -17,22 +19,6 @@ UNKNOWN = "unknown"
 _NOT_THE_USERS = tuple(
     str(Path(path).parent) for path in (Path(__file__).parent, jaxtyping.__file__)
 )
-
-
-def trace(f: Callable, *args, **kwargs) -> Jaxpr:
-    """Returns the closed jaxpr of a function.
-
-    Args:
-        f: a function of pytrees of arrays.
-        *args: its arguments, of which only shapes and dtypes count: a `jax.ShapeDtypeStruct` serves
-            in place of an array.
-        **kwargs: likewise.
-
-    >>> from xform.jaxpr import trace
-    >>> trace(lambda x: x + 1.0, jax.ShapeDtypeStruct((2,), "float32"))
-    { lambda ; a:f32[2]. let b:f32[2] = add a 1.0:f32[] in (b,) }
-    """
-    return jax.make_jaxpr(f)(*args, **kwargs)
 
 
 @dataclass(frozen=True)
@@ -177,7 +163,27 @@ def source_line(eqn: JaxprEqn) -> str:
     Where JAX recorded no other, the answer is `"unknown"`: in `lax.map(jnp.sin, x)` no line of the
     user's made the sine.
     """
-    for frame in user_frames(eqn.source_info.traceback):
+    return _line_of(eqn.source_info.traceback)
+
+
+def current_line() -> str:
+    """The same, of the equation whose `at_line` the program is in."""
+    return _line_of(source_info_util.current().traceback)
+
+
+def at_line(eqn: JaxprEqn):
+    """A context in which new equations are of the line of `eqn`.
+
+    An equation without one, inside a function of JAX's, leaves that of the call.
+    """
+    if source_line(eqn) == UNKNOWN:
+        return contextlib.nullcontext()
+    return source_info_util.user_context(eqn.source_info.traceback)
+
+
+@functools.lru_cache(8192)  # to look through the frames is dear, and many equations share theirs
+def _line_of(traceback: Any) -> str:
+    for frame in user_frames(traceback):
         if not frame.file_name.startswith(_NOT_THE_USERS):
             return f"{named(frame.file_name)}:{frame.start_line} ({frame.function_name})"
     return UNKNOWN

@@ -20,6 +20,7 @@ accumulated there and rounded once, at the end.
 from __future__ import annotations
 
 import dataclasses
+import re
 from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
@@ -215,7 +216,11 @@ class Jvp:
         def along(*moving):
             return self.fn(at, *merge(self.nonzero, moving, _without(self.nonzero, primals)))
 
-        return jax.jvp(along, tuple(moving), tuple(tangents))[1]
+        try:
+            return jax.jvp(along, tuple(moving), tuple(tangents))[1]
+        except (NotImplementedError, TypeError, ValueError) as error:
+            raise_underivable(self.spec, error)
+            raise  # it was another one
 
 
 @dataclasses.dataclass(frozen=True)
@@ -263,6 +268,25 @@ class Transpose:
                 "Write `jax.lax.fori_loop` with bounds that are Python's numbers, or "
                 "`jax.lax.scan`; or differentiate forward, by `jax.jvp`."
             ) from error
+
+
+# What JAX calls an operation in a message, where that is not its primitive's name.
+_CALLED = {"betainc": "regularized_incomplete_beta", "custom_vjp": "custom_vjp_call"}
+
+
+def raise_underivable(spec: Any, error: Exception) -> None:
+    """Raises what JAX says of a derivative that it does not have, with the user's line."""
+    words = str(error).splitlines()[0].rstrip(".")
+    if words.startswith("`") or not re.search("(?i)differentiation|gradient|autodiff", words):
+        return
+    named = {_CALLED.get(word, word) for word in re.findall(r"\w+?(?=_grad_|\b)", words.lower())}
+    sites = [site for site in walk(spec.score) if site.eqn.primitive.name in named]
+    lines = ", ".join(dict.fromkeys(f"`{x.eqn.primitive.name}` (at {x.line})" for x in sites))
+    raise NotImplementedError(
+        f"`score_mod` has no such derivative: {lines or 'an operation of it'}: {words}. Write "
+        "`jax.custom_jvp` for a function with a derivative of your own, or "
+        "`jax.lax.stop_gradient(x)` for what needs none."
+    ) from error
 
 
 def tile_aval(kind: Kind, at: At, shape: tuple[int, ...], dtype):

@@ -21,6 +21,7 @@ import numpy as np
 from jax import lax
 from jax.core import Tracer
 
+from xform._lowered import as_written
 from xform._precision._classes import ACCUMULATES, LIKE_OPERANDS, REDUCE
 from xform._precision._policy import Policy
 from xform._precision._transform import precision
@@ -130,7 +131,7 @@ def compare(f: Callable, low: Policy | str | None = None, high: Any = "float32")
                 "outside of `jit`: `compare(jax.jit(f))(x)`."
             )
         written = f if low is None else precision(f, low)
-        region = program(jax.make_jaxpr(written)(*args, **kwargs), lower=False)
+        region = program(jax.make_jaxpr(written)(*args, **kwargs), lower=as_written)
         return _report(region, flat, high)
 
     return compared

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 
 import jax.numpy as jnp
 
+from xform._lowered import as_written
 from xform._program import Node, Value, program
-from xform.jaxpr._walk import trace
+from xform.jaxpr._trace import trace
 from xform.numerics._patterns import (
     CONTRACTS,
     ROUNDS,
@@ -98,7 +99,7 @@ def lint(f: Callable) -> Callable[..., Lint]:
 
     @functools.wraps(f)
     def look(*args, **kwargs) -> Lint:
-        region = program(trace(f, *args, **kwargs), lower=False)
+        region = program(trace(f, *args, **kwargs), lower=as_written)
         found: dict[tuple[str, str], Finding] = {}
         for node in nodes(region):
             for rule in _RULES.get(node.name, ()):

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
+from xform._lowered import as_written
 from xform._ops import ELEMENTWISE
 from xform._program import Node, Region, Value, program
 from xform.numerics._dims import follow
@@ -184,7 +185,7 @@ def find_nonfinite(f: Callable) -> Callable[..., NonFinite]:
                 "`find_nonfinite(jax.jit(f))(x)`."
             )
         jaxpr, shapes = jax.make_jaxpr(f, return_shape=True)(*args, **kwargs)
-        region = program(jaxpr, lower=False)
+        region = program(jaxpr, lower=as_written)
         names = [_argument(f, path) for path, _ in paths]
         results = jax.tree_util.tree_flatten_with_path(shapes)[0]
         outputs = [f"result{jax.tree_util.keystr(path)}" for path, _ in results]

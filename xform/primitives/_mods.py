@@ -12,27 +12,33 @@ Programs are interned: a new closure over another array, but with the same code,
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import inspect
+import math
 from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.core import ShapedArray
 from jax.interpreters import partial_eval as pe
+from jax.sharding import AxisType
 
-from xform._compat import Jaxpr, JaxprEqn, Literal, Var, source_info_util
+from xform._compat import Jaxpr, JaxprEqn, Literal, Var
 from xform._show import named
 from xform.jaxpr import eqn_rule, intern, interpret, source_line, sub_jaxprs, walk
+from xform.jaxpr._walk import UNKNOWN, at_line, current_line
 from xform.lowering._spec import Read
 from xform.primitives._objects import Mod, Shape, is_in_text
 from xform.primitives._rules import join_axes
 from xform.primitives._short import short_reads, watched
 
 _INDEX = jax.ShapeDtypeStruct((), jnp.int32)
+_NO_MESH = jax.sharding.AbstractMesh((), ())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -197,7 +203,8 @@ def open_mod(name: str, mod: Callable, *score, shape: Shape | None = None) -> Op
     _check_signature(name, mod, "score, " * len(score) + "b, h, q_idx, kv_idx")
     call, wrong = (mod, []) if shape is None or _is_asked(mod) else watched(mod, shape)
     try:
-        jaxpr, out = jax.make_jaxpr(call, return_shape=True)(*score, *[_INDEX] * 4)
+        with _no_mesh():
+            jaxpr, out = jax.make_jaxpr(call, return_shape=True)(*score, *[_INDEX] * 4)
     except Exception as error:
         if (cure := _cure(error)) is None:  # the user's own, with their line in its traceback
             error.add_note(f"This is in the `{name}` {_called(mod)}.")
@@ -207,13 +214,26 @@ def open_mod(name: str, mod: Callable, *score, shape: Shape | None = None) -> Op
             f"values of its arguments: {cure}. {str(error).splitlines()[0]}"
         ) from error
     _check_result(name, mod, out, jnp.floating if score else jnp.bool_)
+    _check_consts(name, mod, jaxpr.consts)
     arrays = [jnp.asarray(x) for x in jaxpr.consts]
     # Traced again without the types of shard_map, which a lowering knows nothing about.
     flat = jax.make_jaxpr(interpret(pe.convert_constvars_jaxpr(jaxpr), _KEEP, default=_bind))
-    program = flat(*map(_struct, arrays), *score, *[_INDEX] * 4)
+    with _no_mesh():
+        program = flat(*map(_struct, arrays), *score, *[_INDEX] * 4)
     if shape is not None and not wrong:  # what is in an object that does not fit need not be said
         wrong = short_reads(f"`{name}` {_called(mod)}", program, shape, is_in_text())
     return Opened(program, arrays, wrong)
+
+
+def _check_consts(name: str, mod: Callable, consts: Sequence) -> None:
+    """Raises at a captured reference, whose value is not known when the mod is traced."""
+    refs = [x for x in consts if isinstance(x, jax.Ref)]
+    if refs:
+        found = ", ".join(jax.typeof(x).str_short() for x in refs)
+        raise TypeError(
+            f"`{name}` {_called(mod)} reads what may change, {found}: read it before the call, "
+            "`x = ref[...]`, and let the mod read that."
+        )
 
 
 def _is_asked(mod) -> bool:
@@ -255,16 +275,27 @@ def _bind(eqn: JaxprEqn, *args):
     axes = eqn.params.get("axis_name", eqn.params.get("axes"))
     if eqn.effects and axes:
         raise NotImplementedError(
-            f"a mod may not ask which device it runs on: `{eqn.primitive.name}` over {axes!r} "
-            f"(at {source_line(eqn)}). Call it before, and let the mod read what it gives."
+            f"a mod may not communicate, or ask where it runs: `{eqn.primitive.name}` over "
+            f"{axes!r} (at {_line(eqn)}). Call it before, and let the mod read what it gives."
+        )
+    if eqn.primitive.name in _PLACING:
+        raise NotImplementedError(
+            f"a mod is a function of scalars, which are on no mesh: `{eqn.primitive.name}` (at "
+            f"{_line(eqn)}). Call it before, and let the mod read what it gives."
         )
     if eqn.effects:
         raise NotImplementedError(
             f"a mod must be a pure function of its arguments: `{eqn.primitive.name}` has side "
-            f"effects (at {source_line(eqn)}). Take it out of the mod."
+            f"effects (at {_line(eqn)}). Take it out of the mod."
         )
-    with source_info_util.user_context(eqn.source_info.traceback):
+    with at_line(eqn):
         return eqn.primitive.bind(*args, **eqn.primitive.get_bind_params(eqn.params))
+
+
+def _line(eqn: JaxprEqn) -> str:
+    """The user's line of an equation, or of the call that it is inlined from."""
+    line = source_line(eqn)
+    return current_line() if line == UNKNOWN else line
 
 
 def _results(eqn: JaxprEqn, *args) -> list:
@@ -295,6 +326,9 @@ _JOINED = {
     "custom_vjp_call": eqn_rule(_bind_joined),
 }
 
+# What puts arrays on a mesh.
+_PLACING = ("mesh_cast", "reshard", "shard_map", "sharding_constraint")
+
 # What Python asks of a traced value, how its error begins, and what to write instead.
 _CURES = (
     (
@@ -323,6 +357,10 @@ _CURES = (
         IndexError, "Array slice indices must have static",
         "write `jnp.where(jnp.arange(len(x)) < q_idx, x, 0)` for `x[:q_idx]`, or compute sums of "
         "parts before the call, as an array that it indexes",
+    ),
+    (
+        TypeError, "Shapes must be 1D sequences",
+        "make arrays of a size that is known, and hide with `jnp.where` what is too much",
     ),
     (
         TypeError, "function ",  # "... returned a value of type ..., which is not a valid JAX type"
@@ -385,10 +423,15 @@ def _read(traced: Traced, eqn: JaxprEqn, context: list[Var]) -> Read:
     }
     if is_gather:
         keys = ("dimension_numbers", "mode", "fill_value")
-        return Read(**common, **{k: eqn.params[k] for k in keys})
+        return Read(**common, **{k: _one_nan(eqn.params[k]) for k in keys})
     dims = tuple(range(len(common["shape"])))
     numbers = lax.GatherDimensionNumbers(dims, (), dims)
     return Read(**common, dimension_numbers=numbers, mode=lax.GatherScatterMode.CLIP)
+
+
+def _one_nan(x):
+    """`x`, and for every NaN the same one, so that equal reads are equal."""
+    return math.nan if isinstance(x, float | np.floating) and math.isnan(x) else x
 
 
 def _index_program(traced: Traced, outs: Sequence, context: list[Var], join: Callable) -> Jaxpr:
@@ -430,9 +473,16 @@ def _pointwise(traced: Traced, loaded: list[Var], wide) -> Jaxpr:
 
 
 def _program(f: Callable, *avals) -> Jaxpr:
-    jaxpr = jax.make_jaxpr(f)(*avals)
+    with _no_mesh():
+        jaxpr = jax.make_jaxpr(f)(*avals)
     jaxpr, _ = pe.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)
     return intern(jaxpr)
+
+
+def _no_mesh():
+    """A context in which types name no mesh of `jax.set_mesh`: a program of scalars is on none."""
+    manual = AxisType.Manual in jax.sharding.get_abstract_mesh().axis_types
+    return contextlib.nullcontext() if manual else jax.sharding.use_abstract_mesh(_NO_MESH)
 
 
 def _var(atom: Var | Literal) -> Var:
@@ -504,6 +554,7 @@ _UNFUSABLE = {
         "all_gather", "all_gather_invariant", "all_gather_reduced", "all_to_all", "pgather", "pmax",
         "pmin", "ppermute", "psum", "psum_invariant", "ragged_all_to_all", "reduce_scatter",
     ),
+    "may draw other numbers each time it runs": ("rng_uniform",),
     "is a kernel itself": (
         "ffi_call", "flex_attention", "linear_cross_entropy", "loss_sum", "pallas_call", "tile_sum",
     ),
@@ -514,11 +565,12 @@ _WHY_UNFUSABLE = {name: why for why, names in _UNFUSABLE.items() for name in nam
 def _check_fusable(name: str, eqns: Sequence[JaxprEqn]) -> None:
     """Raises if one of `eqns` of a mod, or one inside them, could be part of no kernel."""
     inside = [site for eqn in eqns for _, body in sub_jaxprs(eqn) for site in walk(body)]
-    for eqn in [*eqns, *(site.eqn for site in inside)]:
+    lines = [(eqn, source_line(eqn)) for eqn in eqns] + [(x.eqn, x.line) for x in inside]
+    for eqn, line in lines:
         operation = eqn.primitive.name
         if why := _WHY_UNFUSABLE.get(operation):
             raise NotImplementedError(
                 f"`{name}` can't be fused: `{operation}` {why}, and it depends on the score or an "
-                f"index (at {source_line(eqn)}). Compute what it gives before the call, as an "
+                f"index (at {line}). Compute what it gives before the call, as an "
                 "array that the mod reads at its indices."
             )

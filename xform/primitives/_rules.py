@@ -15,9 +15,15 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from xform._compat import varying_axes
+
+
+def from_numpy(*arrays) -> list:
+    """NumPy's arrays as JAX takes them, doubles in float32 unless x64 is on; others as they are."""
+    return [jnp.asarray(x) if isinstance(x, np.ndarray) else x for x in arrays]
 
 
 def join_axes(arrays: Sequence) -> list:

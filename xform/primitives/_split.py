@@ -284,7 +284,10 @@ def _own_of(x: Layout, whole, axes: dict[str, Axes], start: dict, part: Mapping[
 def _in_types(impl: Callable, layouts: Layouts, operands: Sequence[ShapedArray]) -> Callable:
     """`impl` on the parts that explicit axes make."""
     mesh = operands[0].sharding.mesh
-    axes = layouts.axes(_explicit(operands), mesh.shape, strict=True)
+    specs = [
+        _spec(a.sharding, len(x.shape)) for a, x in zip(operands, layouts.operands, strict=True)
+    ]
+    axes = layouts.axes(specs, mesh.shape, strict=True)
     return jax.shard_map(
         _local(impl, layouts, axes, mesh.shape), mesh=mesh, check_vma=False,
         in_specs=tuple(x.spec(axes) for x in layouts.operands),
@@ -313,6 +316,36 @@ def _in_partitioner(impl: Callable, layouts: Layouts, whole: Callable) -> Callab
     return f
 
 
+def _in_words(layouts: Layouts, impl: Callable) -> tuple[Layouts, Callable, Callable]:
+    """Layouts, `impl` and a map of operands where random keys are the numbers they are made of.
+
+    A partitioner sees these, with a dimension more than the key has.
+    """
+    kinds, operands = {}, list(layouts.operands)
+
+    def words(i: int, key):
+        kinds[i] = jax.random.key_impl(key)
+        return jax.random.key_data(key)
+
+    for i, x in enumerate(layouts.operands):
+        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+            data = jax.eval_shape(partial(words, i), jax.ShapeDtypeStruct(x.shape, x.dtype))
+            dims = (*x.dims, *["word"] * (data.ndim - len(x.shape)))
+            operands[i] = dataclasses.replace(x, shape=data.shape, dtype=data.dtype, dims=dims)
+
+    def of_words(*args, **options):
+        wrapped = [
+            jax.random.wrap_key_data(a, impl=kinds[i]) if i in kinds else a
+            for i, a in enumerate(args)
+        ]
+        return impl(*wrapped, **options)
+
+    def to_words(args):
+        return [jax.random.key_data(a) if i in kinds else a for i, a in enumerate(args)]
+
+    return dataclasses.replace(layouts, operands=tuple(operands)), of_words, to_words
+
+
 def splittable(primitive: Primitive, layouts: Callable, impl: Callable) -> None:
     """Gives a primitive its types, its lowering and its evaluation, split or not.
 
@@ -331,14 +364,17 @@ def splittable(primitive: Primitive, layouts: Callable, impl: Callable) -> None:
         mesh, layout = operands[0].sharding.mesh, layouts(*operands, **params)
         local = partial(impl, device=device, **params)
         explicit = not mesh.empty and mesh.size > 1 and set(mesh.axis_types) == {AxisType.Explicit}
+        layout, local, words = _in_words(layout, local)
         if explicit and layout.local:
-            f = _in_types(local, layout, operands)
+            part = _in_types(local, layout, operands)
+            f = lambda *args: part(*words(args))
             return mlir.lower_fun(f, multiple_results=True)(ctx, *args)
         # Inside `shard_map` a device's program is the whole program.
         several = getattr(on, "num_devices", 1) > 1 and not hasattr(on, "manual_axes")
         whole = partial(local, origin=(0, 0), outs=layout.results)
         split = several and layout.local
-        f = _in_partitioner(local, layout, whole) if split else whole
+        run = _in_partitioner(local, layout, whole) if split else whole
+        f = lambda *args: run(*words(args))
         if split and not mesh.empty:  # that of `jax.set_mesh`, which custom partitioning overlooks
             on = dataclasses.replace(on, abstract_mesh=mesh)
             ctx = ctx.replace(module_context=ctx.module_context.replace(axis_context=on))

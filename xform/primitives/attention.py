@@ -37,7 +37,13 @@ from xform.primitives._choose import IMPLEMENTATIONS, Choice, choose, choose_for
 from xform.primitives._mods import open_mods, take_apart
 from xform.primitives._objects import Mod, Shape
 from xform.primitives._own import of_context, of_reads
-from xform.primitives._rules import add_hidden_dim, broadcast_like, hidden_sizes, join_axes
+from xform.primitives._rules import (
+    add_hidden_dim,
+    broadcast_like,
+    from_numpy,
+    hidden_sizes,
+    join_axes,
+)
 from xform.primitives._split import Layout, Layouts, splittable
 from xform.primitives._undecided import remark
 from xform.primitives.block_map import block_map
@@ -86,14 +92,14 @@ def flex_attention(
     q: Array, k: Array, v: Array, *, aux: Sequence[str], **options: Unpack[_Options]
 ) -> tuple[Array, Aux]: ...
 def flex_attention(
-    q: Float[Array, "B T H D"],
-    k: Float[Array, "B S K D"],
-    v: Float[Array, "B S K V"],
+    q: Float[Array | np.ndarray, "B T H D"],
+    k: Float[Array | np.ndarray, "B S K D"],
+    v: Float[Array | np.ndarray, "B S K V"],
     *,
     score_mod: Callable | None = None,
     mask_mod: Callable | None = None,
     scale: ArrayLike | None = None,
-    sinks: Float[Array, " H"] | None = None,
+    sinks: Float[Array | np.ndarray, " H"] | None = None,
     dropout_rate: float = 0.0,
     dropout_key: Array | None = None,
     aux: Sequence[str] = (),
@@ -141,6 +147,7 @@ def flex_attention(
     (1, 64, 4, 16)
     """
     aux = (aux,) if isinstance(aux, str) else aux
+    q, k, v, sinks = from_numpy(q, k, v, sinks)
     _check(q, k, v, sinks, dropout_rate, dropout_key, aux, implementation)
     shape = Shape(q.shape[0], q.shape[2], q.shape[1], k.shape[1])
     _check_mods(score_mod, mask_mod, scale, shape)
@@ -279,6 +286,15 @@ def _map_sizes(name: str, spec: Spec, captures, context, q, k, v, device) -> dic
         if row.count == col.count == 1:
             return {}
     return {"maps": maps, "q_len": t, "kv_len": s, "q_tile": sizes[0], "kv_tile": sizes[1]}
+
+
+def _is_key(key) -> bool:
+    """Whether it is a key, or an array of them, of either form."""
+    try:
+        jax.random.key_data(key)
+    except TypeError:
+        return False
+    return hasattr(key, "dtype")
 
 
 def _key_data(key):
@@ -439,8 +455,12 @@ def _check(
         wrong.append(f"`aux` is {aux!r}; needed is a tuple of names")
     if not isinstance(dropout_rate, int | float | jax.Array | np.number):
         wrong.append(f"`dropout_rate` is {dropout_rate!r}; needed is a number")
-    if dropout_key is not None and not hasattr(dropout_key, "dtype"):
-        wrong.append(f"`dropout_key` is {dropout_key!r}; needed is a key, `jax.random.key(seed)`")
+    if dropout_key is not None and not _is_key(dropout_key):
+        found = jax.typeof(dropout_key).str_short() if hasattr(dropout_key, "dtype") else ""
+        wrong.append(
+            f"`dropout_key` is {found or repr(dropout_key)}; needed is a key, "
+            "`jax.random.key(seed)`"
+        )
     if wrong:
         raise TypeError(f"{caller}: {'; '.join(wrong)}.")
     for name, x in (("q", q), ("k", k), ("v", v)):

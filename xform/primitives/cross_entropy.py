@@ -47,16 +47,16 @@ from xform.lowering._tile_fn import ROW, Jvp, base, log_sum
 from xform.primitives._auto import axis_names, local_rows, register
 from xform.primitives._choose import by_kernels, default_device
 from xform.primitives._loss_checks import check_arrays, check_kinds, check_numbers
-from xform.primitives._rules import add_hidden_dim, hidden_sizes, join_axes
+from xform.primitives._rules import add_hidden_dim, from_numpy, hidden_sizes, join_axes
 from xform.primitives.tile_sum import tile_sum
 
 
 def linear_cross_entropy(
-    hidden: Float[Array, "*tokens D"],
-    weight: Float[Array, "_ _"],
+    hidden: Float[Array | np.ndarray, "*tokens D"],
+    weight: Float[Array | np.ndarray, "_ _"],
     labels: Integer[Array | np.ndarray, "*tokens"],
     *,
-    bias: Float[Array, " V"] | None = None,
+    bias: Float[Array | np.ndarray, " V"] | None = None,
     vocab_dim: int = 1,
     softcap: float | None = None,
     label_smoothing: float = 0.0,
@@ -131,6 +131,7 @@ def linear_cross_entropy(
     >>> loss.shape, int((loss == 0).sum())
     ((2, 5), 3)
     """
+    hidden, weight, bias = from_numpy(hidden, weight, bias)
     check_kinds(hidden, weight, labels, bias, chunks)
     numbers = dict(softcap=softcap, label_smoothing=label_smoothing, z_loss=z_loss)
     check_numbers(**numbers, ignore_label=ignore_label, vocab_dim=vocab_dim)

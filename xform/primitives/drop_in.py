@@ -12,15 +12,16 @@ from jax.typing import ArrayLike
 from jaxtyping import Float
 
 from xform.primitives._objects import known
+from xform.primitives._rules import from_numpy
 from xform.primitives.attention import _check, flex_attention
 from xform.primitives.masks import Mask, as_mask, causal, full, lengths, sliding_window
 from xform.primitives.scores import alibi, as_score, softcap
 
 
 def flash_attention(
-    q: Float[Array, "B T H D"],
-    k: Float[Array, "B S K D"],
-    v: Float[Array, "B S K V"],
+    q: Float[Array | np.ndarray, "B T H D"],
+    k: Float[Array | np.ndarray, "B S K D"],
+    v: Float[Array | np.ndarray, "B S K V"],
     *,
     causal: bool = False,
     window: ArrayLike | Sequence[ArrayLike | None] | None = None,
@@ -54,6 +55,7 @@ def flash_attention(
     (1, 64, 4, 16)
     """
     _check_options(options, causal)
+    q, k, v = from_numpy(q, k, v)
     _check(q, k, v, None, 0.0, None, (), None, caller="flash_attention")
     at = q.shape[1], k.shape[1]
     needed = [q.shape[2]], [q.shape[0], q.shape[2]]

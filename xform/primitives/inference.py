@@ -31,7 +31,7 @@ from xform.lowering._tile_fn import base, log_sum
 from xform.lowering.blockwise import inverse
 from xform.primitives._mods import take_apart
 from xform.primitives._objects import Shape, in_text, static
-from xform.primitives._rules import join_axes
+from xform.primitives._rules import from_numpy, join_axes
 from xform.primitives.attention import (
     Aux,
     _attend,
@@ -96,15 +96,15 @@ class _Keys(NamedTuple):
 
 
 def decode_attention(
-    q: Float[Array, "B T H D"],
-    k: Float[Array, "B S K D"],
-    v: Float[Array, "B S K V"],
+    q: Float[Array | np.ndarray, "B T H D"],
+    k: Float[Array | np.ndarray, "B S K D"],
+    v: Float[Array | np.ndarray, "B S K V"],
     lengths: ArrayLike,
     *,
     score_mod: Callable | None = None,
     mask_mod: Callable | None = None,
     scale: ArrayLike | None = None,
-    sinks: Float[Array, " H"] | None = None,
+    sinks: Float[Array | np.ndarray, " H"] | None = None,
     aux: Sequence[str] = (),
     splits: int | None = None,
     implementation: str | None = None,
@@ -141,6 +141,7 @@ def decode_attention(
     (2, 1, 8, 16)
     """
     aux = (aux,) if isinstance(aux, str) else tuple(aux)
+    q, k, v, sinks = from_numpy(q, k, v, sinks)
     _check(q, k, v, sinks, 0.0, None, (), implementation, caller="decode_attention")
     room = k.shape[1]
     splits, keys = _cut(q, k, splits, room)
@@ -159,16 +160,16 @@ def decode_attention(
 
 
 def paged_attention(
-    q: Float[Array, "B T H D"],
-    k_pages: Float[Array, "P N K D"],
-    v_pages: Float[Array, "P N K V"],
+    q: Float[Array | np.ndarray, "B T H D"],
+    k_pages: Float[Array | np.ndarray, "P N K D"],
+    v_pages: Float[Array | np.ndarray, "P N K V"],
     page_table: Int[Array, "B M"],
     lengths: ArrayLike,
     *,
     score_mod: Callable | None = None,
     mask_mod: Callable | None = None,
     scale: ArrayLike | None = None,
-    sinks: Float[Array, " H"] | None = None,
+    sinks: Float[Array | np.ndarray, " H"] | None = None,
     aux: Sequence[str] = (),
     splits: int | None = None,
     implementation: str | None = None,
@@ -204,6 +205,7 @@ def paged_attention(
     (2, 1, 8, 16)
     """
     aux = (aux,) if isinstance(aux, str) else tuple(aux)
+    q, k_pages, v_pages, sinks = from_numpy(q, k_pages, v_pages, sinks)
     _check_pages(q, k_pages, v_pages, page_table)
     (pages, size), (_, room) = k_pages.shape[:2], page_table.shape
     rows = lambda x: jax.ShapeDtypeStruct((q.shape[0], room * size, *x.shape[2:]), x.dtype)

@@ -86,9 +86,10 @@ def _whole(x):
 
 def _elementwise(eqn: JaxprEqn, *xs):
     params = eqn.primitive.get_bind_params(eqn.params)
-    out = np.empty(np.broadcast_shapes(*(x.shape for x in xs)), object)
+    xs = np.broadcast_arrays(*xs)  # a dimension of 1 goes with any
+    out = np.empty(xs[0].shape, object)
     for i in np.ndindex(out.shape):
-        out[i] = eqn.primitive.bind(*(x[i] if x.ndim else x[()] for x in xs), **params)
+        out[i] = eqn.primitive.bind(*(x[i] for x in xs), **params)
     return out
 
 
