@@ -20,7 +20,16 @@ from jaxtyping import PyTree
 
 import llama
 from xform import precision
-from xform.sharding import TensorParallel, check_divisible, context, data, fsdp, place, shardings
+from xform.sharding import (
+    TensorParallel,
+    check_divisible,
+    context,
+    data,
+    declare,
+    fsdp,
+    place,
+    shardings,
+)
 from xform.sharding.context import ContextParallel
 from xform.sharding.experts import ExpertParallel
 
@@ -190,7 +199,9 @@ def sums(model: llama.Config, mesh: Mesh, layout: Layout = PLAIN) -> Callable:
     loss = loss_of(layout, replace(model, balance=0.0, router_z=0.0), specs)
 
     def body(params, rows):
-        return jax.lax.psum(loss(enter(params, layout, specs), rows), of_rows(mesh))
+        found = loss(enter(params, layout, specs), rows)
+        with declare("sums", *of_rows(mesh)):
+            return jax.lax.psum(found, of_rows(mesh))
 
     in_specs = (specs, specs_of_rows(mesh))
     body = jax.shard_map(body, mesh=mesh, in_specs=in_specs, out_specs=P())
