@@ -25,8 +25,8 @@ def losses(config: llama.Config):
     def with_policy(policy):
         layer = llama.layer
 
-        def checkpointed(x, p, mask, rotation, config, tp=llama.ONE, cp=llama.WHOLE, cache=None):
-            run = lambda x, p, mask, rotation: layer(x, p, mask, rotation, config, tp, cp, cache)
+        def checkpointed(x, p, mask, rotation, *how, **options):
+            run = lambda x, p, mask, rotation: layer(x, p, mask, rotation, *how, **options)
             saves = getattr(jax.checkpoint_policies, f"{policy}_saveable")
             return jax.checkpoint(run, policy=saves, prevent_cse=False)(x, p, mask, rotation)
 

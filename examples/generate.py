@@ -18,6 +18,7 @@ import numpy as np
 from jax.sharding import SingleDeviceSharding
 
 import llama
+from cache import empty_cache
 from xform import all_finite
 from xform.train import files, run
 from xform.train.checkpoint import Checkpoints
@@ -108,7 +109,7 @@ def generate(
         next_B = pick(logits_B1C[:, 0], jax.random.fold_in(key, t))
         return (cache, next_B), next_B
 
-    cache = llama.empty_cache(config, B, T + tokens, page_size)
+    cache = empty_cache(config, B, T + tokens, page_size)
     logits_BTC, cache = llama.extend(params, prompt_BT, cache, config)
     first_B = pick(logits_BTC[:, -1], jax.random.fold_in(key, T))
     _, rest = jax.lax.scan(step, (cache, first_B), T + 1 + jnp.arange(tokens - 1))

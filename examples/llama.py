@@ -3,27 +3,29 @@
 The model is written once. On one device it is called as it stands. Inside `jax.shard_map`, with the
 parameters split as `SPECS` says and `tp` saying how, each device holds some of the heads, of the
 feed-forward units and of the vocabulary. A block opens with the columns of its matrices and closes
-with their rows: there, and nowhere else, devices talk. With a `Cache`, the same layers `extend` a
-text token by token.
+with their rows: there, and nowhere else, devices talk. A token may have a few feed-forward blocks
+of many, `experts` that `ep` deals out. With a `Cache`, the layers `extend` a text token by token.
 
 Shapes are the suffixes of names:
 
     B  rows in the batch     H  query heads            M  width of the residual stream
     T  positions in a row    K  key and value heads    F  feed-forward units
     C  codes (vocabulary)    D  size of a head         L  layers
-    S  positions in a cache
+    E  experts
 """
 
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, replace
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from xform import causal, decode_attention, documents, paged_attention
+from cache import Cache, Pages
+from xform import causal, documents
 from xform.sharding import TensorParallel
 from xform.sharding.context import ContextParallel
+from xform.sharding.experts import ExpertParallel, Load, Routing, auxiliary
 from xform.sharding.loss import cross_entropy
 from xform.train.data import NO_LABEL
 
@@ -40,6 +42,18 @@ class Config:
     head_size: int = 32
     hidden: int = 320
     rope_base: float = 10_000.0
+    experts: int = 0  # of a layer, each of `hidden` units; 0: one block, and no router
+    top_k: int = 2  # of them, for each token
+    shared: int = 0  # units of one more, for every token
+    router: Literal["softmax", "sigmoid"] = "softmax"
+    capacity: float | None = None  # times an even share of a device's part of a row; drops the rest
+    balance: float = 0.01  # what uneven use of experts counts in the loss
+    router_z: float = 0.001  # what large logits of routers count
+
+    @property
+    def routing(self) -> Routing:
+        """How tokens find their experts."""
+        return Routing(self.experts, self.top_k, self.router, capacity=self.capacity)
 
 
 # ---- parameters ----------------------------------------------------------------------------------
@@ -64,18 +78,37 @@ SPECS = {
 }
 ONE = TensorParallel()
 WHOLE = ContextParallel()
+HERE = ExpertParallel()
+
+
+def specs_of(config: Config) -> dict:
+    """Returns `SPECS`; with experts, which `ep` deals out, those of their parameters too."""
+    layers = SPECS["layers"]
+    if not config.experts:
+        return SPECS
+    block = {name: layers[name] for name in ("gate", "up", "down")}
+    layers = layers | {name: P(None, "ep", *spec[1:]) for name, spec in block.items()}
+    layers |= {f"shared_{name}": spec for name, spec in block.items() if config.shared}
+    return {**SPECS, "layers": {**layers, "router": P()}}
 
 
 def init(config: Config, key: jax.Array) -> dict:
     """Returns fresh float32 parameters, the same for every layout of devices."""
     c, L = config, config.layers
-    keys = iter(jax.random.split(key, 9))
+    keys = iter(jax.random.split(key, 13 if c.experts else 9))
 
     def matrix(*shape: int, gain: float = 1.0) -> jax.Array:
         return jax.random.normal(next(keys), shape) * (gain * shape[-2] ** -0.5)
 
     # 2L blocks add to the residual stream; this keeps its variance at the end near that of one.
     closing = (2 * L) ** -0.5
+
+    def block(*lead: int, prefix: str = "") -> dict:
+        up = lambda: matrix(*lead[:-1], c.width, lead[-1])
+        down = lambda: matrix(*lead, c.width, gain=closing)
+        return {f"{prefix}gate": up(), f"{prefix}up": up(), f"{prefix}down": down()}
+
+    each = (c.experts,) if c.experts else ()
     return {
         "embed": matrix(c.codes, c.width),
         "layers": {
@@ -85,9 +118,9 @@ def init(config: Config, key: jax.Array) -> dict:
             "value": matrix(L, c.width, c.kv_heads * c.head_size),
             "out": matrix(L, c.heads * c.head_size, c.width, gain=closing),
             "hidden_norm": jnp.ones((L, c.width)),
-            "gate": matrix(L, c.width, c.hidden),
-            "up": matrix(L, c.width, c.hidden),
-            "down": matrix(L, c.hidden, c.width, gain=closing),
+            **block(L, *each, c.hidden),
+            **(block(L, c.shared, prefix="shared_") if c.shared else {}),
+            **({"router": matrix(L, c.width, c.experts)} if c.experts else {}),
         },
         "norm": jnp.ones(c.width),
         "unembed": matrix(c.width, c.codes, gain=0.5),
@@ -99,8 +132,8 @@ def init(config: Config, key: jax.Array) -> dict:
 
 def logits(params: dict, tokens_BT, ids_BT, config: Config, tp: TensorParallel = ONE):
     """Returns the logits [B, T, C] of the token that follows each position; see `stream`."""
-    (logits_BTC,) = tp.column(stream(params, tokens_BT, ids_BT, config, tp), params["unembed"])
-    return logits_BTC
+    x_BTM, _ = stream(params, tokens_BT, ids_BT, config, tp)
+    return tp.column(x_BTM, params["unembed"])[0]
 
 
 def one_by_one(step, x, stack):
@@ -110,9 +143,9 @@ def one_by_one(step, x, stack):
 
 def stream(
     params: dict, tokens_BT, ids_BT, config: Config,
-    tp: TensorParallel = ONE, scan=one_by_one, cp: ContextParallel = WHOLE,
+    tp: TensorParallel = ONE, scan=one_by_one, cp: ContextParallel = WHOLE, ep=HERE,
 ):  # fmt: skip
-    """Returns what the model makes of each position, [B, T, M], for `unembed` to turn into logits.
+    """Returns what the model makes of each position, [B, T, M], and how experts were used, if any.
 
     Args:
       params: Parameters as `init` makes them, or this device's part of them.
@@ -122,35 +155,56 @@ def stream(
       tp: How blocks are split over devices.
       scan: What applies the layers, as `one_by_one` does.
       cp: How the sequence is split over devices.
+      ep: How experts are dealt out over devices.
     """
     x_BTM = tp.embed(params["embed"], tokens_BT)
-    x_BTM = through(params["layers"], x_BTM, ids_BT, config, tp, scan, cp)
-    return rms_norm(x_BTM, params["norm"])
+    x_BTM, load = through(params["layers"], x_BTM, ids_BT, config, tp, scan, cp, ep)
+    return rms_norm(x_BTM, params["norm"]), load
 
 
 def through(
     layers: dict, x_BTM, ids_BT, config: Config,
-    tp: TensorParallel = ONE, scan=one_by_one, cp: ContextParallel = WHOLE,
+    tp: TensorParallel = ONE, scan=one_by_one, cp: ContextParallel = WHOLE, ep=HERE,
 ):  # fmt: skip
-    """Returns the stream after some layers, stacked along their leading dimension; see `stream`."""
+    """Returns `stream` after some layers, stacked along their leading dimension."""
     mask = causal() & documents(cp.whole(ids_BT))
     # Positions run on over the row: RoPE sees differences alone, and those never leave a document.
     rotation = rotations(cp.positions(ids_BT.shape[1]), config)
-    step = lambda x_BTM, p: layer(x_BTM, p, mask, rotation, config, tp, cp)[0]
-    return scan(step, x_BTM, layers)
+    load = Load.none(x_BTM, config.experts, config.layers) if config.experts else None
+
+    def step(carry, p):
+        x_BTM, load = carry
+        x_BTM, _, of_layer = layer(x_BTM, p, mask, rotation, config, tp, cp, ep=ep)
+        return x_BTM, load and load.then(of_layer)
+
+    return scan(step, (x_BTM, load), layers)
 
 
 def layer(
     x_BTM, p: dict, mask, rotation, config: Config,
-    tp: TensorParallel = ONE, cp: ContextParallel = WHOLE, cache=None,
+    tp: TensorParallel = ONE, cp: ContextParallel = WHOLE, cache=None, ep: ExpertParallel = HERE,
 ):  # fmt: skip
-    """One layer: attention, then a gated feed-forward block, each added to the stream."""
+    """One layer: attention, then a feed-forward block, each added to the stream."""
     normed_BTM = rms_norm(x_BTM, p["attention_norm"])
     q, k, v = tp.column(normed_BTM, p["query"], p["key"], p["value"])
     out, cache = attention(q, k, v, mask, rotation, config, cp, cache)
     x_BTM += tp.row(out, p["out"])
-    gate_BTF, up_BTF = tp.column(rms_norm(x_BTM, p["hidden_norm"]), p["gate"], p["up"])
-    return x_BTM + tp.row(jax.nn.silu(gate_BTF) * up_BTF, p["down"]), cache
+    made_BTM, load = feed_forward(rms_norm(x_BTM, p["hidden_norm"]), p, config, tp, ep)
+    return x_BTM + made_BTM, cache, load
+
+
+def feed_forward(x_BTM, p: dict, config: Config, tp: TensorParallel, ep: ExpertParallel):
+    """A gated block, or a few of many such for each token; and how these were used."""
+    if not config.experts:
+        gate_BTF, up_BTF = tp.column(x_BTM, p["gate"], p["up"])
+        return tp.row(jax.nn.silu(gate_BTF) * up_BTF, p["down"]), None
+
+    def gated(x, dot, prefix=""):
+        gate, up, down = (p[prefix + name] for name in ("gate", "up", "down"))
+        return dot(jax.nn.silu(dot(x, gate)) * dot(x, up), down)
+
+    shared = (lambda x: gated(x, jnp.matmul, "shared_")) if config.shared else None
+    return ep.routed(x_BTM, p["router"], gated, config.routing, shared=shared)
 
 
 def attention(q, k, v, mask, rotation, config: Config, cp: ContextParallel, cache):
@@ -193,15 +247,18 @@ def rotate(x_BTHD, rotation):
 
 def loss(
     params: dict, rows, config: Config,
-    tp: TensorParallel = ONE, scan=one_by_one, cp: ContextParallel = WHOLE,
+    tp: TensorParallel = ONE, scan=one_by_one, cp: ContextParallel = WHOLE, ep=HERE,
 ):  # fmt: skip
     """Returns the summed negative log-likelihood of all labels, in nats, and their number.
 
     A sum and a count, not a mean: devices that hold different numbers of labels add up theirs, and
-    the quotient is then exactly what one device would find.
+    the quotient is then exactly what one device would find. The sum has the losses of routers too.
     """
-    x_BTM = stream(params, rows.tokens, rows.ids, config, tp, scan, cp)
-    return surprise(params, x_BTM, rows.labels, tp)
+    x_BTM, load = stream(params, rows.tokens, rows.ids, config, tp, scan, cp, ep)
+    total, labels = surprise(params, x_BTM, rows.labels, tp)
+    if load:
+        total += auxiliary(load, labels, balance=config.balance, z=config.router_z)
+    return total, labels
 
 
 def surprise(params: dict, x_BTM, labels_BT, tp: TensorParallel = ONE):
@@ -213,83 +270,30 @@ def surprise(params: dict, x_BTM, labels_BT, tp: TensorParallel = ONE):
 def flops_per_token(config: Config, T: int) -> int:
     """Returns the model's floating-point operations, forward and backward, for one token.
 
-    This is MFU's convention: 6 for each weight in a matrix product, and attention over half of the
-    row (causal), whatever documents hide of it.
+    This is MFU's convention: 6 for each weight that it meets in a matrix product, and attention
+    over half of the row (causal), whatever documents hide of it.
     """
     c = config
-    weights = c.layers * c.width * (2 * (c.heads + c.kv_heads) * c.head_size + 3 * c.hidden)
-    products = 6 * (weights + c.width * c.codes)
+    units = c.top_k * c.hidden + c.shared if c.experts else c.hidden
+    per_layer = 2 * (c.heads + c.kv_heads) * c.head_size + 3 * units + c.experts
+    products = 6 * c.width * (c.layers * per_layer + c.codes)
     return products + 6 * c.layers * T * c.heads * c.head_size
 
 
 # ---- text that goes on ---------------------------------------------------------------------------
 
 
-class Cache(NamedTuple):
-    """The keys and values of what was read so far, so that no token is computed twice."""
-
-    k_LBSKD: jax.Array
-    v_LBSKD: jax.Array
-    length_L: jax.Array
-    """How many of the S positions are taken: the same number in every layer."""
-
-    def append(self, k_BTKD, v_BTKD) -> "Cache":
-        """Puts keys and values behind those of one layer, which must have room for them."""
-        k_BSKD, v_BSKD, length = self
-        put = lambda old, new: jax.lax.dynamic_update_slice_in_dim(old, new, length, axis=1)
-        return Cache(put(k_BSKD, k_BTKD), put(v_BSKD, v_BTKD), length + k_BTKD.shape[1])
-
-    def attend(self, q_BTHD, mask):
-        """Attention of the newest tokens over all that are kept of one layer."""
-        return decode_attention(q_BTHD, *self, mask_mod=mask)
-
-
-class Pages(NamedTuple):
-    """The same in pages of N positions, of which rows can have as many as they need."""
-
-    k_LPNKD: jax.Array
-    v_LPNKD: jax.Array
-    table_LBM: jax.Array
-    """The pages of each row: the same in every layer."""
-    length_L: jax.Array
-
-    def append(self, k_BTKD, v_BTKD) -> "Pages":
-        """Puts keys and values behind those of one layer, whose rows must have pages for them."""
-        k_PNKD, v_PNKD, table_BM, length = self
-        at_T = length + jnp.arange(k_BTKD.shape[1])
-        page_BT, place_T = table_BM[:, at_T // k_PNKD.shape[1]], at_T % k_PNKD.shape[1]
-        put = lambda old, new: old.at[page_BT, place_T[None]].set(new)
-        return Pages(put(k_PNKD, k_BTKD), put(v_PNKD, v_BTKD), table_BM, length + len(at_T))
-
-    def attend(self, q_BTHD, mask):
-        """Attention of the newest tokens over all that are kept of one layer."""
-        return paged_attention(q_BTHD, *self, mask_mod=mask)
-
-
-def empty_cache(config: Config, B: int, S: int, page_size: int | None = None) -> Cache | Pages:
-    """Returns a cache with room for S positions, in one piece or in pages."""
-    L, N = config.layers, page_size
-    none = jnp.zeros(L, jnp.int32)
-    tail = (config.kv_heads, config.head_size)
-    if N is None:
-        zeros = jnp.zeros((L, B, S, *tail))
-        return Cache(zeros, zeros, none)
-    M = -(-S // N)
-    zeros = jnp.zeros((L, B * M, N, *tail))
-    table_BM = jnp.arange(B * M, dtype=jnp.int32).reshape(M, B).T  # rows take turns
-    return Pages(zeros, zeros, jnp.tile(table_BM, (L, 1, 1)), none)
-
-
 def extend(params: dict, tokens_BT, cache: Cache | Pages, config: Config):
     """Returns the logits [B, T, C] of tokens that come after those in the cache, and both as one.
 
-    They are what `logits` gives for the whole text at these positions.
+    They are what `logits` gives for the whole text at these positions; no expert drops a token.
     """
+    config = replace(config, capacity=None)
     rotation = rotations(cache.length_L[0] + jnp.arange(tokens_BT.shape[1]), config)
 
     def step(x_BTM, of_layer):
         p, before = of_layer
-        return layer(x_BTM, p, causal(), rotation, config, cache=before)
+        return layer(x_BTM, p, causal(), rotation, config, cache=before)[:2]
 
     x_BTM, after = jax.lax.scan(step, params["embed"][tokens_BT], (params["layers"], cache))
     return rms_norm(x_BTM, params["norm"]) @ params["unembed"], after

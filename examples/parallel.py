@@ -1,14 +1,15 @@
 """How the model of llama.py lies on a mesh of `dp` × `cp` × `tp`, and what gradients go through.
 
 Devices along `dp` have different rows, those along `cp` different positions of a row, dealt out in
-zigzag, and those along `tp` different parts of the matrices; a mesh may lack `cp`. With
-`fsdp`, `dp` splits parameters, gradients and the optimiser's state as well, and each layer's are
-gathered a little before their use. With `sequence`, `tp` splits positions between blocks too, and
-with `overlap` the products there hide their own communication.
+zigzag, and those along `tp` different parts of the matrices; a mesh may lack `cp`. Along `ep`, if
+there is one, they have different rows, and different experts. With `fsdp`, `dp` splits parameters,
+gradients and the optimiser's state as well, and each layer's are gathered a little before their
+use. With `sequence`, `tp` splits positions between blocks too, and with `overlap` the products
+there hide their own communication.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Literal
 
@@ -19,8 +20,18 @@ from jaxtyping import PyTree
 
 import llama
 from xform import precision
-from xform.sharding import TensorParallel, check_divisible, context, data, fsdp, place, shardings
+from xform.sharding import (
+    TensorParallel,
+    check_divisible,
+    context,
+    data,
+    declare,
+    fsdp,
+    place,
+    shardings,
+)
 from xform.sharding.context import ContextParallel
+from xform.sharding.experts import ExpertParallel
 
 
 @dataclass(frozen=True)
@@ -57,22 +68,32 @@ def check(layout: Layout, model: llama.Config, mesh: Mesh, batch: int, length: i
     """Raises unless model and batch divide over the mesh."""
     m, parts = model, layout.microbatches
     split = {"heads": m.heads, "kv_heads": m.kv_heads, "hidden": m.hidden, "codes": m.codes}
+    split |= {"shared": m.shared}
     if layout.sequence:
         split["length"] = length
     check_divisible(mesh, dp={"batch": batch}, tp=split)
+    if "ep" in mesh.shape:
+        check_divisible(mesh, ep={"experts": m.experts, "batch / dp": batch // mesh.shape["dp"]})
     if "cp" in mesh.shape:  # which has two parts of each row
         check_divisible(mesh, cp={"length / 2": length // 2 if length % 2 == 0 else 1})
-    if batch // mesh.shape["dp"] % parts:
+    n = mesh.shape["dp"] * mesh.shape.get("ep", 1)
+    if batch // n % parts:
         raise ValueError(
-            f"microbatches={parts} must divide the {batch // mesh.shape['dp']} rows of a device: "
-            f"batch={batch} over dp={mesh.shape['dp']}."
+            f"microbatches={parts} must divide the {batch // n} rows of a device: batch={batch} "
+            f"over {n} devices with rows of their own."
         )
     specs_for(layout, model, mesh)
 
 
 def of_rows(mesh: Mesh | AbstractMesh) -> tuple[str, ...]:
     """Returns the axes along which devices have different tokens."""
-    return tuple(axis for axis in ("dp", "cp") if axis in mesh.axis_names)
+    return tuple(axis for axis in ("dp", "ep", "cp") if axis in mesh.axis_names)
+
+
+def specs_of_rows(mesh: Mesh | AbstractMesh) -> P:
+    """Returns how rows and their positions are split."""
+    rows = ("dp", "ep") if "ep" in mesh.axis_names else "dp"
+    return P(rows, "cp") if "cp" in mesh.axis_names else P(rows)
 
 
 def place_rows(rows: PyTree, mesh: Mesh) -> PyTree:
@@ -80,7 +101,7 @@ def place_rows(rows: PyTree, mesh: Mesh) -> PyTree:
     if "cp" in mesh.shape:
         length = rows.tokens.shape[1]
         rows = context.zigzag(length, mesh.shape["cp"]).split(rows)
-    return place(rows, shardings(mesh, P(*of_rows(mesh))))
+    return place(rows, shardings(mesh, specs_of_rows(mesh)))
 
 
 def context_of(layout: Layout, length: int) -> ContextParallel:
@@ -92,13 +113,20 @@ def context_of(layout: Layout, length: int) -> ContextParallel:
     return ContextParallel("cp", layout.context, context.zigzag(length * n, n))
 
 
+def experts_of(layout: Layout) -> ExpertParallel:
+    """Returns how experts are dealt out over the mesh that a device is part of."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return ExpertParallel("ep" if "ep" in mesh.axis_names else None, layout.tp)
+
+
 def specs_for(layout: Layout, model: llama.Config, mesh: Mesh) -> dict:
     """Returns how parameters are split where they rest."""
+    specs = llama.specs_of(model)
     if not layout.fsdp:
-        return llama.SPECS
+        return specs
     shapes = jax.eval_shape(partial(llama.init, model), jax.random.key(0))
-    layers = fsdp.split(llama.SPECS["layers"], shapes["layers"], mesh, skip=1)
-    rest = {name: spec for name, spec in llama.SPECS.items() if name != "layers"}
+    layers = fsdp.split(specs["layers"], shapes["layers"], mesh, skip=1)
+    rest = {name: spec for name, spec in specs.items() if name != "layers"}
     return {**fsdp.split(rest, {name: shapes[name] for name in rest}, mesh), "layers": layers}
 
 
@@ -114,7 +142,7 @@ def loss_of(layout: Layout, model: llama.Config, specs: dict, policy: str = "f32
 
     def loss(params, rows):
         cp = context_of(layout, rows.tokens.shape[1])
-        return llama.loss(params, rows, model, layout.tp, scan, cp)
+        return llama.loss(params, rows, model, layout.tp, scan, cp, experts_of(layout))
 
     return loss
 
@@ -158,22 +186,27 @@ def gradients(
     specs = specs_for(layout, model, mesh)
     body = partial(loss_and_grads, model=model, layout=layout, specs=specs, policy=policy)
     body = jax.shard_map(
-        body, mesh=mesh, in_specs=(specs, P(*of_rows(mesh))), out_specs=(P(), specs)
+        body, mesh=mesh, in_specs=(specs, specs_of_rows(mesh)), out_specs=(P(), specs)
     )
     return jax.jit(body)
 
 
 @cache
 def sums(model: llama.Config, mesh: Mesh, layout: Layout = PLAIN) -> Callable:
-    """Returns the summed loss of parameters and rows, and the number of labels, over the mesh."""
+    """Returns the summed loss of parameters and rows, and the number of labels, over the mesh.
+
+    Of labels alone: what routers add is for training.
+    """
     specs = specs_for(layout, model, mesh)
-    loss = loss_of(layout, model, specs)
+    loss = loss_of(layout, replace(model, balance=0.0, router_z=0.0), specs)
 
     def body(params, rows):
-        return jax.lax.psum(loss(enter(params, layout, specs), rows), of_rows(mesh))
+        found = loss(enter(params, layout, specs), rows)
+        with declare("sums", *of_rows(mesh)):
+            return jax.lax.psum(found, of_rows(mesh))
 
-    specs_of_rows = P(*of_rows(mesh))
-    body = jax.shard_map(body, mesh=mesh, in_specs=(specs, specs_of_rows), out_specs=P())
+    in_specs = (specs, specs_of_rows(mesh))
+    body = jax.shard_map(body, mesh=mesh, in_specs=in_specs, out_specs=P())
     return jax.jit(body)
 
 

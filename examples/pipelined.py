@@ -70,6 +70,10 @@ def check(
     wrong = []
     if layout.keep:
         wrong.append("layout.keep would keep layers for every microbatch on its way: set late")
+    if model.experts:
+        wrong.append(
+            "model.experts have a loss of their own, which no stage sends on: leave pp out"
+        )
     if layout.microbatches > 1:
         wrong.append("layout.microbatches is a stage's own: a pipeline's are --microbatches")
     if model.layers % schedule.stages:
@@ -235,7 +239,7 @@ def functions_of(layout: Layout, model: llama.Config, specs: dict, policy: str) 
 
     def stage(layers, x_BTM, rows):
         cp = parallel.context_of(layout, rows.ids.shape[1])
-        return llama.through(layers, x_BTM, rows.ids, model, tp, scan, cp)
+        return llama.through(layers, x_BTM, rows.ids, model, tp, scan, cp)[0]
 
     def first(params, rows):
         return tp.embed(params["embed"], rows.tokens)

@@ -62,6 +62,9 @@ class Config:
     """Devices along the context axis, which share each row; by default the mesh has none."""
     tp: int | None = None
     """Devices along the tensor axis; by default 2 where it divides devices and model."""
+    ep: int | None = None
+    """Devices along the expert axis, which have different rows and experts; by default 1 where the
+    model has experts."""
     layout: Layout = parallel.PLAIN
     coordinator: str | None = None
     """Where process 0 waits for the others, as `host:port`; `auto` where a cluster says so."""
@@ -86,11 +89,35 @@ class Config:
 # What may be another when a run goes on. Its data, what is held out and its tokenizer are known by
 # their contents, wherever they lie.
 FREE = (
-    *("dp", "cp", "tp", "layout", "pp", "schedule", "microbatches", "executor"),
+    *("dp", "cp", "tp", "ep", "layout", "pp", "schedule", "microbatches", "executor"),
     *("coordinator", "processes", "process"),
     *("run", "resume", "save_every", "prompt", "temperature", "explain", "held_out_rows"),
     *("data", "held_out", "tokenizer"),
 )
+
+
+OF_EXPERTS = ("experts", "top_k", "shared", "router", "capacity", "balance", "router_z")
+
+
+def wrong_experts(config: Config) -> list[str]:
+    """Returns in words why tokens could not find their experts."""
+    m, wrong = config.model, []
+    given = [name for name in ("shared", "capacity") if getattr(m, name)]
+    given = [f"model.{name}={getattr(m, name)}" for name in given]
+    given += [f"ep={config.ep}"] if config.ep else []
+    if not m.experts and given:
+        wrong.append(f"{' and '.join(given)} without experts: set model.experts too")
+    if m.experts < 0 or m.shared < 0:
+        wrong.append(f"model.experts={m.experts} and model.shared={m.shared} must be at least 0")
+    for name in ("balance", "router_z"):
+        if not 0 <= getattr(m, name) < math.inf:
+            wrong.append(f"model.{name}={getattr(m, name)} must be a number that is not negative")
+    if m.experts > 0:
+        try:
+            m.routing  # noqa: B018
+        except ValueError as error:
+            wrong.append(str(error).rstrip("."))
+    return wrong
 
 
 def wrong_processes(config: Config) -> list[str]:
@@ -109,8 +136,9 @@ def check(config: Config) -> None:
     """Raises one error that lists all that makes no sense by itself."""
     m, layout = config.model, config.layout
     names = ("steps", "batch", "length", "held_out_rows", "save_every", "dp", "tp")
-    names += ("pp", "cp", "microbatches")
-    positive = {f"model.{name}": size for name, size in dataclasses.asdict(m).items()}
+    names += ("pp", "cp", "ep", "microbatches")
+    sizes = dataclasses.asdict(m).items()
+    positive = {f"model.{name}": size for name, size in sizes if name not in OF_EXPERTS}
     positive |= {name: getattr(config, name) for name in names}
     wrong = [f"{x}={n} must be above 0" for x, n in positive.items() if n is not None and n <= 0]
     if m.kv_heads > 0 and m.heads % m.kv_heads:
@@ -126,6 +154,7 @@ def check(config: Config) -> None:
         wrong.append("layout.overlap hides what layout.sequence sends: set that too")
     if (layout.keep or layout.late) and not layout.fsdp:
         wrong.append("layout.keep and layout.late say how layout.fsdp gathers: set that too")
+    wrong += wrong_experts(config)
     wrong += wrong_processes(config)
     if config.processes > 1 and config.explain:
         wrong.append("explain is of one process")

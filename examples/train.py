@@ -6,17 +6,20 @@
         --layout.sequence --layout.overlap ring
     uv run --extra train examples/train.py --pp 2 --schedule zb-h1 --microbatches 8
     uv run --extra train examples/train.py --dp 2 --cp 2 --tp 2 --length 2048 --layout.context ring
+    uv run --extra train examples/train.py --ep 4 --tp 2 --model.experts 8 --model.top-k 2 \
+        --model.hidden 160 --model.shared 64
     uv run --extra train examples/train.py --data notes/ letters.txt
     uv run --extra train examples/train.py --data train.bin --held-out val.bin \
         --separator 50256 --model.codes 50257 --tokenizer tokenizer.json
     uv run --extra train examples/train.py --resume
 
 It runs on all accelerators that JAX finds, or on a CPU split into eight virtual devices, as a mesh
-of `dp` (each a part of the batch) × `cp` (of each row, if there is one) × `tp` (of the matrices);
-how, parallel.py says, and for `pp` (each a part of the layers) pipelined.py. With `--processes`, as
-many as these share the mesh, each with its own devices: all are given the same command but for
-their `--process`. What a run leaves is a folder in `runs/`. Ctrl-C lets it finish and save its
-step; `--resume` goes on as if nothing had happened.
+of `dp` (each a part of the batch) × `cp` (of each row, if there is one) × `tp` (of the matrices)
+× `ep` (of the experts, if there are any, and of the batch); how, parallel.py says, and for `pp`
+(each a part of the layers) pipelined.py. With `--processes`, as many as these share the mesh, each
+with its own devices: all are given the same command but for their `--process`. What a run leaves is
+a folder in `runs/`. Ctrl-C lets it finish and save its step; `--resume` goes on as if nothing had
+happened.
 """
 
 import contextlib
@@ -70,8 +73,9 @@ def mesh_for(config: Config) -> Mesh:
     count, schedule = jax.device_count() // (config.pp or 1), schedule_for(config)
     m = config.model
     tp = config.tp or math.gcd(2, count, m.codes, m.heads, m.kv_heads, m.hidden)
-    dp = config.dp or max(1, count // (tp * (config.cp or 1)))
-    mesh = make_mesh(dp=dp, pp=config.pp, cp=config.cp, tp=tp)
+    ep = config.ep or (1 if m.experts else None)
+    dp = config.dp or max(1, count // (tp * (config.cp or 1) * (ep or 1)))
+    mesh = make_mesh(dp=dp, pp=config.pp, cp=config.cp, tp=tp, ep=ep)
     pipelined.check(config.layout, config.model, mesh, config.batch, config.length, schedule)
     return mesh
 
@@ -164,32 +168,45 @@ def evaluate(config: Config, mesh: Mesh, params: dict, rows: Source) -> float:
 PANELS = {"loss": "loss (nats per token)", "tokens_per_second": "tokens per second"}
 
 
-def forecast(config: Config, mesh: Mesh) -> Costs:
-    """Prints what loss and gradients cost and need, before anything is compiled; returns costs.
+def forecast(config: Config, mesh: Mesh) -> tuple[Costs, Costs]:
+    """Prints what loss and gradients cost and need, before anything is compiled.
 
     Of a pipeline, what they cost and need without it.
+
+    Returns:
+      Costs of what runs, and those of the model alone, on one device: of experts that a mesh or a
+      capacity gives places, some of which stay empty, only what the tokens' choices cost.
     """
     mesh, layout = pipelined.flat(mesh, config.layout)
+    costs, needs = counted(config, config.model, mesh, layout)
+    print(f"{costs}\n{needs()}")
+    if not config.model.experts:
+        return costs, costs
+    model = dataclasses.replace(config.model, capacity=None)
+    one = make_mesh(dp=1, tp=1, ep=1, devices=mesh.local_devices[:1])
+    return costs, counted(config, model, one, parallel.PLAIN)[0]
+
+
+def counted(config: Config, model: llama.Config, mesh: Mesh, layout: parallel.Layout):
+    """Returns what loss and gradients of a model cost on a mesh, and what tells their memory."""
     struct = lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at)
-    params = jax.eval_shape(partial(llama.init, config.model), jax.random.key(0))
-    params = jax.tree.map(struct, params, parallel.placement(layout, config.model, mesh))
+    params = jax.eval_shape(partial(llama.init, model), jax.random.key(0))
+    params = jax.tree.map(struct, params, parallel.placement(layout, model, mesh))
     shape = (config.batch, config.length)
     rows = jax.eval_shape(lambda: Rows(*[np.zeros(shape, np.int32)] * 3))
-    placed = shardings(mesh, P(*parallel.of_rows(mesh)))
+    placed = shardings(mesh, parallel.specs_of_rows(mesh))
     rows = jax.tree.map(lambda x: struct(x, placed), rows)
-    grads = parallel.gradients(config.model, mesh, layout, "f32")
-    costs = cost(grads)(params, rows)
-    print(f"{costs}\n{memory(grads)(params, rows)}")
-    return costs
+    grads = parallel.gradients(model, mesh, layout, "f32")
+    return cost(grads)(params, rows), partial(memory(grads), params, rows)
 
 
 def watched(
-    config: Config, steps: Iterator[tuple[dict, float]], done: int, costs: Costs
+    config: Config, steps: Iterator[tuple[dict, float]], done: int, costs: tuple[Costs, Costs]
 ) -> Iterator[tuple[int, dict, float, float | None]]:
     """Passes the steps on, with their numbers and tokens per second, beside a progress bar."""
-    tokens = config.batch * config.length
+    tokens, (ran, model) = config.batch * config.length, costs
     # Virtual CPU devices share their cores, so that one of them has the peak of all.
-    devices = 1 if jax.default_backend() == "cpu" else None
+    devices = 1 if jax.default_backend() == "cpu" else ran.devices
     columns = ("step {task.completed}/{task.total}", BarColumn(), "{task.description}")
     with Progress(*columns, TimeRemainingColumn()) as bar:
         task = bar.add_task("compiling", total=config.steps, completed=done)
@@ -200,7 +217,7 @@ def watched(
             start = start or now
             if i:
                 seconds = (now - start) / i
-                used = [f(costs, seconds, devices=devices) for f in (mfu, hfu)]
+                used = [f(c, seconds, devices=devices) for f, c in ((mfu, model), (hfu, ran))]
                 shares = "  ".join(f"{share.name} {share:.0%}" for share in used)
                 status = f"loss {loss:.3f}  {tokens / seconds:,.0f} tokens/s  {shares}"
                 bar.update(task, completed=done + i + 1, description=status)
@@ -262,6 +279,15 @@ def fit(
     return pipelined.at_rest(state, schedule), done
 
 
+def sizes_of(model: llama.Config, params: dict) -> tuple[int, int]:
+    """Returns how many parameters there are, and how many of them a token meets."""
+    every = sum(x.size for x in jax.tree.leaves(params))
+    if not model.experts:
+        return every, every
+    expert = sum(params["layers"][name][:, 0].size for name in ("gate", "up", "down"))
+    return every, every - (model.experts - model.top_k) * expert
+
+
 def begin(config: Config, info: dict) -> Path:
     """Returns the run's folder, which the first process makes."""
     folder = Path(config.run or ".")
@@ -300,7 +326,8 @@ def main(config: Config) -> None:
         sys.exit(128 + stop.signal)
 
     params = jax.device_put(state["params"], shardings(mesh, P()))
-    print(f"parameters: {sum(x.size for x in jax.tree.leaves(params)):,}")
+    every, active = sizes_of(config.model, params)
+    print(f"parameters: {every:,}" + (f", {active:,} active" if active < every else ""))
     loss = evaluate(config, mesh, state["params"], held_out)
     unit = "byte" if tokenizer is files.BYTES else "token"
     print(f"validation loss: {loss:.3f} nats per {unit}, on data held out\n")

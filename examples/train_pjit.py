@@ -58,6 +58,8 @@ def training(config: train.Config, mesh: Mesh, rows: Source) -> Iterator[tuple[d
 def main(config: train.Config) -> None:
     """Trains, and prints the loss of every tenth step."""
     train.check(config)
+    if config.model.experts:
+        raise ValueError("train_pjit.py has no rule for experts: set model.experts=0.")
     mesh = automatic(train.mesh_for(config))
     rows, _ = train.data_for(config, train.tokenizer_for(config))
     for i, (_, loss) in enumerate(training(config, mesh, rows)):

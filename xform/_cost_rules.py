@@ -355,12 +355,15 @@ def _accumulate(eqn: JaxprEqn) -> Work:
 # ---- products ------------------------------------------------------------------------------------
 
 
+# How a product of float32 is asked for that no matrix unit rounds.
+_IN_FULL = (lax.Precision.HIGHEST, lax.DotAlgorithmPreset.F32_F32_F32)
+
+
 def _multiply_adds(eqn: JaxprEqn, count: int) -> Work:
     x = aval(eqn.invars[0]).dtype
     precision = eqn.params.get("precision")
-    exact = precision is not None and lax.Precision.HIGHEST in (
-        precision if isinstance(precision, tuple) else (precision,)
-    )
+    given = precision if isinstance(precision, tuple) else (precision,)
+    exact = any(one in given for one in _IN_FULL)
     kind = f"{x.name}@highest" if exact and x == jnp.float32 else x.name
     return Work(matrix=(8 if _weight(x) == 2 else 2) * count, kind=kind)
 

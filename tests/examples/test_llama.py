@@ -8,6 +8,7 @@ from jax.sharding import PartitionSpec as P
 
 import llama
 import parallel
+from cache import Cache, empty_cache
 from tests.oracle import UNOPTIMISED, once
 from xform.sharding import make_mesh, shardings
 from xform.train.data import NO_LABEL, Rows, pack
@@ -139,8 +140,8 @@ def test_a_text_that_is_extended_has_the_logits_of_the_whole():
     tokens = np.random.default_rng(6).integers(SMALL.codes, size=(2, T)).astype(np.int32)
     whole = once(partial(llama.logits, config=SMALL), params, tokens, np.zeros_like(tokens))
     extend = jax.jit(llama.extend, static_argnames="config", compiler_options=UNOPTIMISED)
-    cache = llama.empty_cache(SMALL, 2, T + 7)
-    assert isinstance(cache, llama.Cache)
+    cache = empty_cache(SMALL, 2, T + 7)
+    assert isinstance(cache, Cache)
     cache = cache._replace(v_LBSKD=cache.v_LBSKD + 100.0)  # whatever it was
     found = []
     for part in np.split(tokens, [298, 299], axis=1):

@@ -70,7 +70,7 @@ def test_loss_and_every_gradient_equal_those_of_one_device(whole, axes, layout):
     rows = random_rows()
     if "cp" in mesh.shape:
         rows = zigzag(rows.tokens.shape[1], mesh.shape["cp"]).split(rows)
-    of_rows = P(*parallel.of_rows(mesh))
+    of_rows = parallel.specs_of_rows(mesh)
     args = (random_params(), rows)
     assert_equal(run_on(mesh, body, (specs, of_rows), (P(), specs), args), whole, rtol=1e-11)
 
@@ -160,7 +160,7 @@ def test_no_communication_is_undeclared(axes, layout):
     placed = lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at)
     params = jax.tree.map(placed, params, parallel.placement(layout, TINY.model, mesh))
     rows = Rows(*[np.zeros((8, 48), np.int32)] * 3)
-    rows = jax.tree.map(lambda x: placed(x, shardings(mesh, P(*parallel.of_rows(mesh)))), rows)
+    rows = jax.tree.map(lambda x: placed(x, shardings(mesh, parallel.specs_of_rows(mesh))), rows)
     found = audit(parallel.gradients(TINY.model, mesh, layout), (params, rows), target=None)
     assert {axis for message in found.messages for axis in message.axes} == set(mesh.axis_names)
 

@@ -17,6 +17,7 @@ pytest.importorskip("optax")
 pytest.importorskip("orbax.checkpoint")
 pytest.importorskip("rich")
 
+import cache as caches
 import generate
 import train
 from tests.oracle import once
@@ -40,8 +41,8 @@ def mesh_of(dp: int, tp: int):
 
 
 def some_documents() -> list[np.ndarray]:
-    """The functions of two files, which are much shorter than a row or much longer."""
-    text = Path(llama.__file__).read_text() + Path(generate.__file__).read_text()
+    """The functions of four files, which are much shorter than a row or much longer."""
+    text = "".join(Path(file.__file__).read_text() for file in (llama, caches, generate, train))
     return [encode(part) for part in text.split("\n\n\n")]
 
 

@@ -1,15 +1,17 @@
 """Random models on random meshes, with faults that are put in while they run.
 
 A case is a model that has grouped queries, norms of queries and keys, attention sinks, embeddings
-that are tied or not, and labels of which some are ignored, in one of the layouts that the rules
-know. A fault multiplies what a device brings to a sum over an axis by a number of its own: 1 where
-all is right, `(1, 0, …)` where the sum is left out and the first device's part stands for it, the
-size of the axis where the sum is done twice. So one compiled program serves for right and wrong.
+that are tied or not, experts or none, and labels of which some are ignored, in one of the layouts
+that the rules know. A fault multiplies what a device brings to a sum over an axis by a number of
+its own: 1 where all is right, `(1, 0, …)` where the sum is left out and the first device's part
+stands for it, the size of the axis where the sum is done twice. So one compiled program serves for
+right and wrong.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from math import gcd
 from typing import Any
 
 import jax
@@ -18,8 +20,10 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
+from tests.sharding import experts_cases
 from xform import causal, flex_attention
 from xform.sharding import Parity, TensorParallel, data, fsdp, loss, make_mesh, meshes, parity
+from xform.sharding.experts import ExpertParallel, Load, Routing, auxiliary
 
 B, T, D = 8, 8, 4
 OPTIONS = {"xla_backend_optimization_level": 0}
@@ -39,6 +43,8 @@ class Model:
     sinks: bool
     norms: bool
     attention: str
+    routing: Routing | None
+    shared: bool
 
 
 @dataclass(frozen=True)
@@ -48,15 +54,21 @@ class Layout:
     dp: int
     cp: int
     tp: int
+    ep: int
     sequence: bool
     overlap: Any
     zero: int | None
     microbatches: int
 
     @property
-    def rows(self) -> tuple[str, str]:
+    def rows(self) -> tuple[str, ...]:
         """The axes over which devices have different rows."""
-        return ("dp", "cp")
+        return ("dp", "cp", "ep")
+
+    @property
+    def devices_with_rows(self) -> int:
+        """How many devices have different rows."""
+        return self.dp * self.cp * self.ep
 
 
 @dataclass(frozen=True)
@@ -79,7 +91,7 @@ def draw(seed: int) -> Case:
     sequence = bool(overlap) or pick(True, False)
     microbatches = pick(1, 2) if layout["dp"] * layout["cp"] <= B // 2 else 1
     groups = tp * pick(1, 2) if tp < 8 else tp
-    model = Model(
+    sizes: dict[str, Any] = dict(
         layers=2,
         width=16,
         heads=groups * pick(1, 2),
@@ -91,10 +103,22 @@ def draw(seed: int) -> Case:
         norms=pick(True, False),
         attention=pick("dense", "dense", "dense", "flex"),
     )
+    ignored = pick(0.3, 0.9)
+    experts, rows = pick(True, False), layout["dp"] * layout["cp"]
+    ep = pick(*(n for n in (1, 2, 4, 8) if rows % n == 0)) if experts else 1
+    of_dp = gcd(layout["dp"], ep)  # `ep` is made of devices that have rows, of `dp` first
+    layout = {"dp": layout["dp"] // of_dp, "cp": layout["cp"] // (ep // of_dp), "tp": tp, "ep": ep}
+    routing = Routing(
+        8,
+        pick(1, 2, 3),
+        pick("softmax", "sigmoid"),
+        normalise=pick(True, False),
+        capacity=pick(None, None, 1.0),
+    )
+    model = Model(**sizes, routing=routing if experts else None, shared=pick(True, False))
     lies = Layout(
         **layout, sequence=sequence, overlap=overlap, zero=zero, microbatches=microbatches
     )
-    ignored = pick(0.3, 0.9)
     return Case(model, lies, ignored if seed % 2 else 0.0, seed)
 
 
@@ -114,6 +138,9 @@ def specs_of(m: Model) -> dict:
     }
     layers |= {"query_norm": P(), "key_norm": P()} if m.norms else {}
     layers |= {"sinks": P(None, "tp")} if m.sinks else {}
+    if m.routing:
+        layers |= {"shared_up": layers["up"], "shared_down": layers["down"]} if m.shared else {}
+        layers |= {"router": P(), "up": P(None, "ep", None, "tp"), "down": P(None, "ep", "tp")}
     specs = {"table": P("tp"), "layers": layers, "norm": P()}
     return specs if m.tied else {**specs, "unembed": P(None, "tp")}
 
@@ -133,6 +160,10 @@ def params_of(m: Model, seed: int = 0) -> dict:
     }
     shapes |= {"query_norm": (L, D), "key_norm": (L, D)} if m.norms else {}
     shapes |= {"sinks": (L, m.heads)} if m.sinks else {}
+    if m.routing:
+        E = m.routing.experts
+        shapes |= {"shared_up": shapes["up"], "shared_down": shapes["down"]} if m.shared else {}
+        shapes |= {"router": (L, M, E), "up": (L, E, M, m.units), "down": (L, E, m.units, M)}
     layers = {name: 0.5 * rng.normal(size=shape) for name, shape in shapes.items()}
     params = {"table": rng.normal(size=(m.codes, M)), "layers": layers, "norm": rng.normal(size=M)}
     return params if m.tied else {**params, "unembed": rng.normal(size=(M, m.codes))}
@@ -168,8 +199,17 @@ def dense_attention(q, k, v, sinks):
 
 
 @lru_cache
-def reference_of(m: Model) -> Callable:
-    """The mean loss of all labels."""
+def reference_of(m: Model, weight: float) -> Callable:
+    """The mean loss of all labels, and of routers, which count so much."""
+
+    def feed_forward(x, p):
+        if not m.routing:
+            return jnp.tanh(x @ p["up"]) @ p["down"], 0.0
+        expert = lambda e, x: jnp.tanh(x @ p["up"][e]) @ p["down"][e]
+        y, of_router, _ = experts_cases.dense(x, p["router"], expert, m.routing, T)
+        if m.shared:
+            y += jnp.tanh(x @ p["shared_up"]) @ p["shared_down"]
+        return y, weight * experts_cases.penalties(*of_router)
 
     def layer(x, p):
         y = rms(x, p["norm"])
@@ -178,17 +218,20 @@ def reference_of(m: Model) -> Callable:
         if m.norms:
             q, k = rms(q, p["query_norm"]), rms(k, p["key_norm"])
         x += dense_attention(q, k, v, p.get("sinks")) @ p["out"]
-        return x + jnp.tanh(rms(x, p["hidden_norm"]) @ p["up"]) @ p["down"]
+        y, penalty = feed_forward(rms(x, p["hidden_norm"]), p)
+        return x + y, penalty
 
     def mean(params, batch):
         tokens, labels = batch["rows"]["tokens"], batch["rows"]["labels"]
-        x = params["table"][tokens]
+        x, penalties = params["table"][tokens], 0.0
         for i in range(m.layers):
-            x = layer(x, {name: p[i] for name, p in params["layers"].items()})
+            x, penalty = layer(x, {name: p[i] for name, p in params["layers"].items()})
+            penalties += penalty
         logits = rms(x, params["norm"]) @ (params["table"].T if m.tied else params["unembed"])
         picked = jnp.take_along_axis(logits, jnp.maximum(labels, 0)[..., None], -1)[..., 0]
         each = jax.nn.logsumexp(logits, -1) - picked
-        return jnp.sum(jnp.where(labels >= 0, each, 0)) / jnp.maximum(jnp.sum(labels >= 0), 1)
+        each = jnp.sum(jnp.where(labels >= 0, each, 0)) / jnp.maximum(jnp.sum(labels >= 0), 1)
+        return each + penalties
 
     return allowing(mean)
 
@@ -205,7 +248,7 @@ def allowing(f):
 
 # ---- many devices: by the rules ------------------------------------------------------------------
 
-SITES = ("row", "shared", "rows", "total")
+SITES = ("row", "experts", "shared", "rows", "routers", "total")
 WIDEST = 8
 
 
@@ -233,12 +276,14 @@ def weighed(x, weight):
 def mean_and_grads(m: Model, lies: Layout) -> tuple[Callable, dict]:
     """What runs on each device, and how parameters are split."""
     tp = TensorParallel("tp", lies.sequence, lies.overlap)
+    ep = ExpertParallel("ep", tp)
     specs, shapes, mesh = specs_of(m), params_of(m), mesh_of(lies)
     if lies.zero:
         layers = split(specs["layers"], shapes["layers"], mesh, skip=1)
         specs = {**split(without_layers(specs), shapes, mesh), "layers": layers}
     of_layer = {name: P(*spec[1:]) for name, spec in specs["layers"].items()}
-    shared = {"query_norm", "key_norm"} | ({"norm", "hidden_norm"} if lies.sequence else set())
+    between = {"norm", "hidden_norm", "router"} if lies.sequence else set()
+    shared = {"query_norm", "key_norm"} | between
     axes = lambda path: (*lies.rows, "tp") if path[-1].key in shared else lies.rows
 
     def enter(params):
@@ -250,7 +295,17 @@ def mean_and_grads(m: Model, lies: Layout) -> tuple[Callable, dict]:
     flex = lambda q, k, v, sinks: flex_attention(q, k, v, mask_mod=causal(), sinks=sinks)
     attend = {"dense": dense_attention, "flex": flex}[m.attention]
 
-    def layer(faults, x, p):
+    def feed_forward(faults, x, p):
+        if not m.routing:
+            (up,) = tp.column(x, p["up"])
+            return tp.row(jnp.tanh(up), p["down"]), None
+        here = own(faults, "experts", "tp")
+        expert = lambda rows, dot: dot(jnp.tanh(dot(rows, p["up"])) * here, p["down"])
+        every = lambda x: jnp.tanh(x @ p["shared_up"]) @ p["shared_down"]
+        return ep.routed(x, p["router"], expert, m.routing, shared=every if m.shared else None)
+
+    def layer(faults, carry, p):
+        x, load = carry
         number = own(faults, "shared", "tp")
         p = {name: weighed(x, number) if name in shared else x for name, x in p.items()}
         q, k, v = tp.column(rms(x, p["norm"]), p["query"], *p["keys"])
@@ -259,21 +314,28 @@ def mean_and_grads(m: Model, lies: Layout) -> tuple[Callable, dict]:
             q, k = rms(q, p["query_norm"]), rms(k, p["key_norm"])
         out = attend(q, k, v, p.get("sinks")).reshape(*q.shape[:2], -1)
         x += tp.row(out * own(faults, "row", "tp"), p["out"])
-        (up,) = tp.column(rms(x, p["hidden_norm"]), p["up"])
-        return x + tp.row(jnp.tanh(up), p["down"])
+        y, of_layer = feed_forward(faults, rms(x, p["hidden_norm"]), p)
+        return x + y, load and load.then(of_layer)
+
+    once = routers_count(lies)
 
     def total(whole, rows, faults):
         step = partial(layer, faults)
         x = tp.embed(whole["table"], rows["tokens"])
+        carry = x, Load.none(x, m.routing.experts, m.layers) if m.routing else None
         if lies.zero == 3:
             gather = partial(data.gather, specs=of_layer, axis="dp")
-            x = fsdp.scan_layers(step, x, whole["layers"], gather=gather)
+            x, load = fsdp.scan_layers(step, carry, whole["layers"], gather=gather)
         else:
-            x, _ = lax.scan(lambda x, p: (step(x, p), None), x, whole["layers"])
+            (x, load), _ = lax.scan(lambda x, p: (step(x, p), None), carry, whole["layers"])
         weight, dim = (whole["table"], 0) if m.tied else (whole["unembed"], 1)
         x = rms(x, whole["norm"])
         each, _ = loss.cross_entropy(x, weight, rows["labels"], tp, vocab_dim=dim)
-        return each.sum() * own(faults, "total", lies.rows), (rows["labels"] >= 0).sum()
+        each, count = each.sum(), (rows["labels"] >= 0).sum()
+        if load:
+            options = dict(balance=experts_cases.BALANCE * once, z=experts_cases.Z * once)
+            each += auxiliary(load, count, **options) * own(faults, "routers", lies.rows)
+        return each * own(faults, "total", lies.rows), count
 
     def run(params, batch):
         faults = batch["faults"]
@@ -288,6 +350,11 @@ def mean_and_grads(m: Model, lies: Layout) -> tuple[Callable, dict]:
     return allowing(run), specs
 
 
+def routers_count(lies: Layout) -> float:
+    """What routers add: nothing over microbatches, of which each has a loss of its own."""
+    return float(lies.microbatches == 1)
+
+
 def split(specs: dict, shapes: dict, mesh, skip: int = 0) -> dict:
     """Specs in which dp splits the matrices; vectors stay whole."""
     large = {name: spec for name, spec in specs.items() if shapes[name].ndim > 1 + skip}
@@ -299,7 +366,7 @@ def without_layers(tree: dict) -> dict:
 
 
 def mesh_of(lies: Layout):
-    return make_mesh(dp=lies.dp, cp=lies.cp, tp=lies.tp, devices=jax.devices("cpu")[:8])
+    return make_mesh(dp=lies.dp, cp=lies.cp, tp=lies.tp, ep=lies.ep, devices=jax.devices("cpu")[:8])
 
 
 @lru_cache(maxsize=2)
@@ -310,7 +377,7 @@ def program(m: Model, lies: Layout) -> Callable:
         f,
         mesh_of(lies),
         (specs, {"rows": P(lies.rows), "faults": P()}),
-        reference=reference_of(m),
+        reference=reference_of(m, routers_count(lies)),
         gives_gradients=True,
         strict=False,
         compiler_options=OPTIONS,

@@ -15,7 +15,9 @@ from xform.sharding import ParityError, make_mesh, meshes, parity
 from xform.sharding._parity import compare
 
 P = jax.P
-SUITE, ALL = range(80, 100), range(100, 400)
+# Two in a row share a program; together these have one of everything.
+SUITE = (*range(80, 84), *range(86, 94), *range(96, 102), 134, 135)
+ALL = sorted({*range(100, 400)} - {*SUITE})
 
 
 # ---- random models on random meshes --------------------------------------------------------------
@@ -24,8 +26,11 @@ SUITE, ALL = range(80, 100), range(100, 400)
 def faults(case: Case):
     """The faults that this case can have: where a sum is, and over how many devices."""
     lies, m = case.layout, case.model
-    over = {"rows": lies.dp * lies.cp, "total": lies.dp * lies.cp, "row": lies.tp}
+    over = {"rows": lies.devices_with_rows, "total": lies.devices_with_rows, "row": lies.tp}
     over |= {"shared": lies.tp} if m.norms or lies.sequence else {}
+    if m.routing:
+        over["experts"] = lies.tp
+        over["routers"] = lies.devices_with_rows * (lies.microbatches == 1)
     return [(site, n) for site, n in over.items() if n > 1]
 
 
@@ -42,7 +47,7 @@ def is_equal_and_every_fault_is_caught(seed: int):
         assert dropped.wrong, f"{case}: a sum left out at {site!r}"
         twice = check(faulty(site, "doubled", n))
         assert twice.wrong, f"{case}: a sum done twice at {site!r}"
-        if site != "row":  # whose sum is not the last thing that is done
+        if site in ("rows", "total", "shared"):  # whose sum is the last thing that is done
             assert all(leaf.ratio == pytest.approx(n) for leaf in twice.wrong)
             axis = "tp" if site == "shared" else ""
             assert all(axis in f"{leaf.axes}" and leaf.axes for leaf in twice.wrong)
@@ -75,6 +80,13 @@ def test_the_cases_of_the_suite_have_one_of_everything():
     assert {lies.microbatches for lies in layouts} == {1, 2}
     assert any(lies.dp > 1 and lies.cp > 1 and lies.tp > 1 for lies in layouts)
     assert {c.ignored for c in cases} == {0.0, 0.3, 0.9}
+    with_experts = [c for c in cases if c.model.routing]
+    assert 0 < len(with_experts) < len(cases)
+    for name, values in (("score", {"softmax", "sigmoid"}), ("capacity", {None, 1.0})):
+        assert {getattr(c.model.routing, name) for c in with_experts} == values
+    lie = [c.layout for c in with_experts]
+    for axis in ("dp", "cp", "tp", "ep"):
+        assert max(getattr(lies, axis) for lies in lie) > 1
 
 
 def test_meshes_are_all_that_devices_can_make():

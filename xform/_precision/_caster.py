@@ -167,6 +167,8 @@ class Caster:
         if any(h.kind == FIXED for h in held):
             return self.bind(eqn, held, WIDE, eqn.params)
         params, compute = dict(eqn.params), self.policy.compute
+        if has_algorithm(params):
+            return self.bind(eqn, [self.written(h) for h in held], WIDE, params)
         if eqn.primitive.name == "dot_general" and (options := self.options(params)):
             x, y = (h.array for h in held)
             return [Held(product(x, y, state[0] if state else None, options), NARROW)]
@@ -184,7 +186,7 @@ class Caster:
 
     def product_as_written(self, x: Any, y: Any, **params) -> Any:
         """The rule of a product inside of a custom derivative: float32 in and out."""
-        if x.dtype != jnp.float32 or y.dtype != jnp.float32:
+        if x.dtype != jnp.float32 or y.dtype != jnp.float32 or has_algorithm(params):
             return lax.dot_general_p.bind(x, y, **params)
         if options := self.options(params):
             return product(x, y, None, options).astype(jnp.float32)
@@ -214,6 +216,11 @@ class Caster:
         arrays = [self.cast(h, NARROW) for h in held[:2]] + [self.written(h) for h in held[2:]]
         params = dict(eqn.params, spec=replace(spec, dtype=jnp.dtype(self.policy.compute)))
         return self.bind(eqn, arrays, WIDE, params)
+
+
+def has_algorithm(params: Mapping[str, Any]) -> bool:
+    """Whether a product says what it is computed in: that of float32 operands stays so."""
+    return isinstance(params.get("precision"), lax.DotAlgorithm | lax.DotAlgorithmPreset)
 
 
 def _listed(eqn: JaxprEqn, out: Any) -> list:

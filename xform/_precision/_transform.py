@@ -23,7 +23,9 @@ def precision(f: Callable, policy: Policy | str) -> Any:
     powers, roots, exponentials and logarithms in `accumulate`, as is what is made of these;
     sums over devices in `reduce`. Arguments and constants stay float32 until they meet one of
     these, and are cast there: inside of a scan over layers, a layer at a time. So gradients with
-    regard to arguments are float32. What is written in another dtype than float32 is left as it is.
+    regard to arguments are float32. What is written in another dtype than float32 is left as it is,
+    and so is a product with an algorithm of its own (`precision=jax.lax.DotAlgorithmPreset.…`),
+    such as the scores of a router, of which a rounded one is another choice.
 
     A value in `compute` that has several readers is rounded once for all of them (see
     `xform.numerics.single`). Scans, branches, remat and `shard_map` stay what they are; the

@@ -31,7 +31,10 @@ from xform.sharding.tensor import TensorParallel as TensorParallel
 
 if TYPE_CHECKING:
     from xform.sharding import context as context
+    from xform.sharding import experts as experts
     from xform.sharding import pipeline as pipeline
     from xform.sharding import plan as plan
 
-_MODULES, __getattr__, __dir__ = later(__name__, {"context": (), "pipeline": (), "plan": ()})
+_MODULES, __getattr__, __dir__ = later(
+    __name__, {"context": (), "experts": (), "pipeline": (), "plan": ()}
+)

@@ -42,7 +42,7 @@ from xform.sharding._declare import declare
 from xform.sharding._specs import axes_by_dim, is_spec
 from xform.sharding.data import per_device
 
-type Layer = Callable[[Array, PyTree], Array]
+type Layer = Callable[[PyTree, PyTree], PyTree]
 
 
 class Late(NamedTuple):
@@ -101,16 +101,16 @@ def split(specs: PyTree, shapes: PyTree, mesh: Mesh, axis: str = "dp", *, skip: 
     return placed
 
 
-def scan_layers(
-    layer: Layer,
-    x: Array,
+def scan_layers[X: PyTree](
+    layer: Callable[[X, PyTree], X],
+    x: X,
     stack: PyTree | Late,
     *,
     gather: Callable[[PyTree], PyTree],
     ahead: int = 1,
     keep: bool = False,
     unroll: int = 1,
-) -> Array:
+) -> X:
     """Returns `x` after all layers, whose parameters are gathered `ahead` of their use.
 
     To be called inside `jax.shard_map`. It is `lax.scan` over the layers with another order of
@@ -119,7 +119,7 @@ def scan_layers(
 
     Args:
       layer: `layer(x, params) -> x`, of gathered parameters.
-      x: What the first layer is given.
+      x: What the first layer is given: an array, or a tree of them.
       stack: This device's parts of all layers' parameters, along a leading dimension; or these
         from `late`.
       gather: `gather(parts) -> params`, of one layer, linear: `data.gather` of its specs, and
@@ -153,12 +153,13 @@ def scan_layers(
     return _scan(_How(layer, gather, ahead, keep, unroll), x, stack, consts)
 
 
-def _closed(layer: Layer, x: Array, whole: PyTree) -> tuple[Callable, list]:
+def _closed(layer: Layer, x: PyTree, whole: PyTree) -> tuple[Callable, list]:
     """The layer as a function of all that it closes over too: a derivative is taken elsewhere."""
-    program = jax.make_jaxpr(layer)(x, whole)
+    program, out = jax.make_jaxpr(layer, return_shape=True)(x, whole)
 
     def call(x, whole, *consts):
-        return eval_jaxpr(program.jaxpr, consts, *jax.tree.leaves((x, whole)))[0]
+        found = eval_jaxpr(program.jaxpr, consts, *jax.tree.leaves((x, whole)))
+        return jax.tree.unflatten(jax.tree.structure(out), found)
 
     return call, program.consts
 
@@ -232,11 +233,11 @@ class _Saved(NamedTuple):
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _scan(how: _How, x: Array, stack: Late, consts: list) -> Array:
+def _scan(how: _How, x: PyTree, stack: Late, consts: list) -> PyTree:
     return _forward(how, x, stack, consts)[0]
 
 
-def _forward(how: _How, x: Array, stack: Late, consts: list) -> tuple[Array, tuple]:
+def _forward(how: _How, x: PyTree, stack: Late, consts: list) -> tuple[PyTree, tuple]:
     """Layers 0 to L - k - 1 in the loop, in which k to L - 1 arrive; then the last k."""
     parts, k = stack.parts, how.ahead
     layers = jax.tree.leaves(parts)[0].shape[0]
@@ -258,7 +259,7 @@ def _forward(how: _How, x: Array, stack: Late, consts: list) -> tuple[Array, tup
     return x, (_Saved(loop, rest), stack, consts)
 
 
-def _backward(how: _How, residuals: tuple, dx: Array) -> tuple:
+def _backward(how: _How, residuals: tuple, dx: PyTree) -> tuple:
     """Layers L - 1 to 0; each deals out the gradients of the one before it."""
     saved, (parts, slots), consts = residuals
     layers = jax.tree.leaves(parts)[0].shape[0]
