@@ -277,10 +277,11 @@ def compile_at_once(rows: list[Row]) -> None:
     small = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     code = "import sys; sys.path.insert(0, sys.argv[1]); import attention_gpu as run; run.once()"
     command = [sys.executable, "-c", code, str(Path(__file__).parent)]
-    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    processes = [
-        subprocess.Popen([*command, json.dumps(asdict(row))], env=small, **quiet) for row in rows
-    ]
+    quiet = subprocess.DEVNULL
+    begin = lambda row: subprocess.Popen(
+        [*command, json.dumps(asdict(row))], env=small, stdout=quiet, stderr=quiet
+    )
+    processes = [begin(row) for row in rows]
     codes = [process.wait() for process in processes]
     took = time.perf_counter() - start
     print(f"# FlexAttention: {codes.count(0)} of {len(rows)} rows compiled in {took:.0f} s")

@@ -102,7 +102,8 @@ class Case:
         if flash:
             values = jnp.repeat(x["v"], h // kv, 2)
             rows = functools.partial(as_flash, (at_b, at_h, at_q, at_k), values, row)
-        results = dict(zip(("out", "lse", "max"), rows(s, v.astype(wide), sinks), strict=True))
+        found = rows(s, v.astype(wide), sinks)
+        results: dict[str, Any] = dict(zip(("out", "lse", "max"), found, strict=True))
         return {n: results[n].reshape(b, t, h, *results[n].shape[1:]) for n in ("out", *self.aux)}
 
 

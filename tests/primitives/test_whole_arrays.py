@@ -3,6 +3,8 @@
 Each pair of a query and a key reads what it wants, and neither pass makes an array of each of them.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -72,7 +74,7 @@ def loss(kind, mask, implementation=None):
     return f
 
 
-def inputs(length, table, dtype=np.float64):
+def inputs(length, table, dtype: Any = np.float64):
     normal = lambda *shape: RNG.normal(size=shape).astype(dtype)
     return *(normal(1, length, 2, 8) for _ in range(3)), normal(table)
 

@@ -14,6 +14,7 @@ Sizes are numbers: `check_sizes` says so where `jax.export` has made symbols of 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +24,7 @@ from jax import lax
 from xform._compat import is_exported, varying_axes
 
 
-def from_numpy(*arrays) -> list:
+def from_numpy(*arrays) -> list[Any]:
     """NumPy's arrays as JAX takes them, doubles in float32 unless x64 is on; others as they are."""
     return [jnp.asarray(x) if isinstance(x, np.ndarray) else x for x in arrays]
 

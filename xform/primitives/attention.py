@@ -88,11 +88,21 @@ class _Options(TypedDict, total=False):
 
 @overload
 def flex_attention(
-    q: Array, k: Array, v: Array, *, aux: tuple[()] = ..., **options: Unpack[_Options]
+    q: Array | np.ndarray,
+    k: Array | np.ndarray,
+    v: Array | np.ndarray,
+    *,
+    aux: tuple[()] = ...,
+    **options: Unpack[_Options],
 ) -> Array: ...
 @overload
 def flex_attention(
-    q: Array, k: Array, v: Array, *, aux: Sequence[str], **options: Unpack[_Options]
+    q: Array | np.ndarray,
+    k: Array | np.ndarray,
+    v: Array | np.ndarray,
+    *,
+    aux: Sequence[str],
+    **options: Unpack[_Options],
 ) -> tuple[Array, Aux]: ...
 def flex_attention(
     q: Float[Array | np.ndarray, "B T H D"],
