@@ -52,7 +52,7 @@ class Config:
 
     @property
     def routing(self) -> Routing:
-        """How tokens find their experts."""
+        """How tokens find their experts; of several, weights sum to 1."""
         return Routing(self.experts, self.top_k, self.router, capacity=self.capacity)
 
 

@@ -110,9 +110,9 @@ def draw(seed: int) -> Case:
     layout = {"dp": layout["dp"] // of_dp, "cp": layout["cp"] // (ep // of_dp), "tp": tp, "ep": ep}
     routing = Routing(
         8,
-        pick(1, 2, 3),
+        top_k := pick(1, 2, 3),
         pick("softmax", "sigmoid"),
-        normalise=pick(True, False),
+        normalise=pick(True, False) and top_k > 1,
         capacity=pick(None, None, 1.0),
     )
     model = Model(**sizes, routing=routing if experts else None, shared=pick(True, False))

@@ -89,7 +89,7 @@ def dense(x, router, expert: Callable, routing: Routing, positions: int, bias=0.
     order = jnp.argsort(-(scores + jnp.broadcast_to(bias, scores.shape)), -1, stable=True)
     chosen = jax.lax.stop_gradient(order[..., : routing.top_k])
     weights = jnp.take_along_axis(scores, chosen, -1)
-    if routing.normalise:
+    if routing.normalised:
         weights /= weights.sum(-1, keepdims=True)
     shape = jax.ShapeDtypeStruct(chosen.shape, bool)
     find = lambda experts: kept(experts, routing, positions)

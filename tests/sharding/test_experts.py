@@ -156,7 +156,7 @@ def sent_and_read(dtype: str, size: int, width: int):
 
 @given(st.sampled_from([1, 255, 256, 70_000]), st.sampled_from([1, 4]), st.data())
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_counts_travel_exactly_in_every_dtype(dtype, size, width, data):
+def test_counts_travel_exactly_in_every_dtype_that_is_taken(dtype, size, width, data):
     kept = data.draw(st.lists(st.integers(0, size), min_size=6, max_size=6))
     kept = np.array(kept, np.int32).reshape(2, 3)
     rows, read = sent_and_read(dtype, size, width)(kept)
@@ -292,6 +292,19 @@ def test_weights_are_scores_normalised_or_not():
         found = route(x, weight, Routing(E, 1, normalise=False), bias)
         assert (np.asarray(found.experts) == 5).all()
         np.testing.assert_allclose(found.weights[..., 0], jax.nn.softmax(logits, -1)[..., 5])
+
+
+@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
+def test_the_loss_teaches_a_router_of_one_expert_for_each_token(score):
+    """Its weight is its score, and not that score over itself."""
+    p, x = jax.tree.map(jnp.float32, (few(), cases.batch_of()["x"][:1]))
+    grads = once(jax.grad(partial(mean_square, Routing(4, 1, score))), p, x)
+    assert np.abs(grads["router"]).max() > 1e-4
+    routes = route(x, p["router"], Routing(4, 1, score))
+    assert (routes.weights < 1).all()
+    assert [Routing(4, k).normalised for k in (1, 2)] == [False, True]
+    with pytest.raises(ValueError, match=r"`normalise` of one weight is always 1, from which"):
+        Routing(4, 1, score, normalise=True)
 
 
 def test_the_router_is_float32_under_every_policy():
@@ -497,6 +510,63 @@ def test_all_that_makes_no_sense_is_named_at_once(unchecked):
         ExpertParallel(("ep", "tp"), TensorParallel("tp"))
 
 
+def test_sizes_are_whole_numbers_and_axes_differ(unchecked):
+    with pytest.raises(TypeError, match=r"`experts` is 8.5; .* `top_k` is 2.0; .* `group` is 1.5"):
+        Routing(cast(Any, 8.5), cast(Any, 2.0), capacity=1.0, group=cast(Any, 1.5))
+    with pytest.raises(TypeError, match=r"`top_k` is True; needed is a whole number"):
+        Routing(8, True)
+    for axis in ((), ("ep", "ep")):
+        with pytest.raises(ValueError, match=rf"`axis` is {re.escape(repr(axis))}; needed is a"):
+            ExpertParallel(axis)
+
+
+@pytest.mark.parametrize(
+    ("ep", "check", "message"),
+    [
+        (ExpertParallel("nope"), True, r"there is no 'nope' among the axes of a `jax.shard_map`"),
+        (ExpertParallel("ep", TensorParallel("t")), True, r"there is no 't' among the axes"),
+        (ExpertParallel(("ep", "p"), TensorParallel("t")), True, r"no 'p' and no 't' among"),
+        (ExpertParallel("ep"), False, r"has `check_vma=False`, .*: leave it True"),
+    ],
+)
+def test_axes_that_are_not_there_are_named(ep, check, message, unchecked):
+    f = lambda x: ep.routed(x, jnp.ones((M, E)), lambda rows, dot: rows, DROPLESS)[0]
+    on = jax.shard_map(f, mesh=mesh_of(dp=2, ep=4), in_specs=P(), out_specs=P(), check_vma=check)
+    with pytest.raises(ValueError, match=message):
+        jax.eval_shape(on, jnp.ones((4, T, M)))
+
+
+def test_a_call_outside_of_a_mesh_names_the_axis(unchecked):
+    routed = ExpertParallel("ep").routed
+    with pytest.raises(ValueError, match=r"no 'ep' among .* around this call: call it inside"):
+        routed(jnp.ones((1, T, M)), jnp.ones((M, E)), lambda rows, dot: rows, DROPLESS)
+
+
+@pytest.mark.parametrize("routing", [DROPLESS, CAPACITY], ids=["dropless", "capacity"])
+def test_what_others_return_is_checked(routing, unchecked):
+    x, weight, call = jnp.ones((2, T, M)), jnp.ones((M, E)), ExpertParallel()
+    same = lambda rows, dot: rows
+    shape = (E, 2 * routing.places(T), M) if routing.capacity else (2 * T * 2, M)
+    fewer = (shape[0] - 1, *shape[1:])
+    message = f"`expert` returned {fewer}; needed is {shape}"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        call.routed(x, weight, lambda rows, dot: rows[1:], routing)
+    message = f"`shared` returned {(2, T, 1)}; needed is {(2, T, M)}"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        call.routed(x, weight, same, routing, shared=lambda x: x[..., :1])
+
+    experts, logits = jnp.zeros((2, T - 1, 3)), jnp.zeros((2, T, E))
+    routes = Routes(cast(Any, experts), jnp.ones((2, T, 1)), logits)
+    with pytest.raises(ValueError, match=r"^ExpertParallel: ") as error:
+        call.apply(x, routes, same, routing)
+    for words in (
+        f"`routes.experts` is {experts.shape}; needed is {(2, T, 2)}, of each token",
+        f"`routes.weights` is {(2, T, 1)}; needed is {(2, T, 2)}, of each token",
+        "`routes.experts` is float32; needed are whole numbers",
+    ):
+        assert words in str(error.value)
+
+
 def test_what_does_not_fit_is_named_at_once(unchecked):
     mesh, routing = mesh_of(dp=2, ep=4), Routing(6, 2, capacity=1.0, group=3)
 
@@ -526,3 +596,15 @@ def test_matrices_of_another_number_of_experts_are_refused(unchecked):
     x = jnp.ones((1, T, M), jnp.int32)
     with pytest.raises(ValueError, match=r"the stream is int32\[1,8,6\]; needed is a floating"):
         ExpertParallel().routed(x, jnp.ones((M, E)), lambda rows, dot: rows, DROPLESS)
+
+
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2", "float8_e3m4"])
+def test_a_dtype_in_which_counts_do_not_travel_is_refused(dtype, unchecked):
+    x = jnp.ones((1, T, M), dtype)
+    routes = Routes(*[jnp.zeros((1, T, 2), kind) for kind in ("int32", "float32", "float32")])
+    same = lambda rows, dot: rows
+    message = rf"the stream is {dtype}, in which counts .* needed is bfloat16 or wider"
+    with pytest.raises(ValueError, match=message):
+        ExpertParallel().routed(x, jnp.ones((M, E)), same, DROPLESS)
+    with pytest.raises(ValueError, match=message):
+        ExpertParallel().apply(x, routes, same, DROPLESS)

@@ -16,7 +16,8 @@ and some stay empty. Of N tokens on each of n devices, k experts each, a device 
 
 The last is min(n, E / k) times what arrives where all is even: safe, and dear where n is large. A
 bound is kept, or the tokens beyond it are NaN: none is lost without a word. How many rows each
-expert has travels in front of the rows, as digits that every dtype holds exactly.
+expert has travels in front of the rows, as digits that bfloat16 and wider dtypes
+hold exactly; a stream in float8, which does not, is refused (`xform.precision` rounds products).
 `lax.ragged_all_to_all` would send no empty place; XLA has no CPU code for it, and what it needs to
 be told (where others' rows begin) is an exchange more.
 
@@ -68,7 +69,7 @@ class ExpertParallel:
         and so on; what it gives for rows beyond all sizes is never used.
 
     Raises:
-      ValueError: An axis of `tp` that deals experts out as well.
+      ValueError: An axis of `tp` that deals experts out as well, no axis in a tuple, or one twice.
 
     >>> routing = Routing(experts=4, top_k=2)
     >>> key = jax.random.key(0)
@@ -86,6 +87,11 @@ class ExpertParallel:
     product: Product = lax.ragged_dot
 
     def __post_init__(self):
+        if (self.axis is not None and not self.axes) or len({*self.axes}) < len(self.axes):
+            raise ValueError(
+                f"ExpertParallel: `axis` is {self.axis!r}; needed is a mesh axis, a tuple of "
+                "several that differ, or None for one device."
+            )
         if self.tp.axis in self.axes:
             raise ValueError(
                 f"ExpertParallel: {self.tp.axis!r} deals out whole experts and splits each: leave "
@@ -115,7 +121,9 @@ class ExpertParallel:
           router: The router's matrix, whole; see `route`.
           expert: `expert(rows, dot) -> rows`: what an expert makes of its rows, where
             `dot(rows, w)` is each row times its expert's matrix, of `w [E / n, M, F]`. With `tp`,
-            of its columns and then its rows.
+            of its columns and then its rows. `rows` is `[R, M]`, those of all experts of the
+            device one behind the other; with a capacity `[E / n, R, M]`. What is returned has
+            as many.
           routing: How tokens are routed.
           bias: Added to scores to choose; see `route`.
           shared: `shared(x) -> y`: experts that every token goes to, opened by columns and closed
@@ -127,7 +135,7 @@ class ExpertParallel:
         Raises:
           ValueError: Lists all that doesn't fit.
         """
-        self._check(x, routing, router=router, bias=bias)
+        self._check(x, routing, None, router=router, bias=bias)
         axes = tuple(sorted({*self.axes, *self.tp.axes}))
         with declare("experts.routed", *axes):
             rows = self.tp.enter(x)
@@ -135,7 +143,7 @@ class ExpertParallel:
             own = jax.tree.map(lambda x: self.tp.positions(x, -2), routes)
             y, dropped = self.apply(rows, routes, expert, routing)
             if shared is not None:
-                y += shared(rows)
+                y += _checked("shared", y.shape, shared(rows))
             if self.tp.sequence:  # all devices of `tp` dropped the same
                 dropped = jnp.where(lax.axis_index(self.tp.axis) == 0, dropped, 0)
             load = load_of(own, routing)
@@ -164,7 +172,7 @@ class ExpertParallel:
         Raises:
           ValueError: Lists all that doesn't fit.
         """
-        self._check(x, routing)
+        self._check(x, routing, routes)
         # Where nothing is dropped, all tokens are one group.
         g = x.size // x.shape[-1] if routing.capacity is None else routing.group or x.shape[-2]
         grouped = lambda a: a.reshape(-1, g, a.shape[-1])
@@ -196,7 +204,7 @@ class ExpertParallel:
             _check_matrices(rows, matrices, E // n)
             return jnp.einsum("erm,emf->erf", rows, matrices)
 
-        made = expert(by_expert, dot)
+        made = _made(expert, by_expert, dot)
         made = made.reshape(E // n, n, -1, made.shape[-1]).swapaxes(0, 1)
         back = self._exchange(made.reshape(n, -1, made.shape[-1]))
         return back.reshape(-1, made.shape[-1]), found.place
@@ -209,7 +217,7 @@ class ExpertParallel:
         sent = _take(rows, found.choice.reshape(-1), 0.0).reshape(n, size, M)
         if self.axis is None:  # they lie by expert as they are, and no place is empty
             sizes = found.kept[0]
-            return expert(sent[0], self._ragged(sizes, True)), found.place
+            return _made(expert, sent[0], self._ragged(sizes, True)), found.place
 
         head = digits(found.kept.reshape(n, -1), size, M)
         head = lax.stop_gradient(head.astype(rows.dtype))
@@ -220,7 +228,7 @@ class ExpertParallel:
         at = by_expert(kept, size).reshape(-1)
         order = jnp.argsort(at, stable=True)
         dot = self._ragged(jnp.sum(kept, 0, dtype=jnp.int32), (at < E // n)[order, None])
-        made = expert(_take(came, order, 0.0), dot)
+        made = _made(expert, _take(came, order, 0.0), dot)
         made = _take(made, jnp.argsort(order), 0.0).reshape(n, size, -1)
         return self._exchange(made).reshape(n * size, -1), found.place
 
@@ -245,11 +253,31 @@ class ExpertParallel:
 
     # ---- errors ------------------------------------------------------------------------------
 
-    def _check(self, x: Array, routing: Routing, **given: Any) -> None:
+    def _check_axes(self) -> None:
+        named = dict.fromkeys((*self.axes, *self.tp.axes))
+        if missing := [axis for axis in named if not _is_bound(axis)]:
+            raise ValueError(
+                f"ExpertParallel: there is no {' and no '.join(map(repr, missing))} among the axes "
+                "of a `jax.shard_map` around this call: call it inside of one, over a mesh that "
+                "has them, or name others in `axis` and `tp`."
+            )
+        if named and not varying_axes(lax.axis_index(tuple(named))):
+            raise ValueError(
+                "ExpertParallel: the `jax.shard_map` around it has `check_vma=False`, without "
+                "which it is not known what differs between devices: leave it True."
+            )
+
+    def _check(self, x: Array, routing: Routing, routes: Routes | None, **given: Any) -> None:
+        self._check_axes()
         wrong, n, E = [], self._devices(), routing.experts
         width = x.shape[-1] if x.ndim else 0
         if x.ndim < 2 or not jnp.issubdtype(x.dtype, jnp.floating):
             wrong.append(f"the stream is {jax.typeof(x)}; needed is a floating `[..., T, M]`")
+        elif jnp.finfo(x.dtype).nmant < 7:  # whole numbers to 256 are in it; see `digits`
+            wrong.append(
+                f"the stream is {x.dtype}, in which counts of rows cannot travel with them: needed "
+                "is bfloat16 or wider; `xform.precision` has products in fewer bits"
+            )
         if not x.size:
             wrong.append(f"the stream is {jax.typeof(x)}, which has no token")
         if E % n:
@@ -260,6 +288,12 @@ class ExpertParallel:
                 f"the stream is the same on all devices of {' and '.join(map(repr, same))}: split "
                 "tokens over it too, so that none is worked on twice"
             )
+        wanted = (*x.shape[:-1], routing.top_k)
+        for name in ("experts", "weights") if routes is not None else ():
+            if (array := getattr(routes, name)).shape != wanted:
+                wrong.append(f"`routes.{name}` is {array.shape}; needed is {wanted}, of each token")
+        if routes is not None and not jnp.issubdtype(routes.experts.dtype, jnp.integer):
+            wrong.append(f"`routes.experts` is {routes.experts.dtype}; needed are whole numbers")
         wanted = {"router": (width, E), "bias": (E,)}
         for name, array in given.items():
             if array is not None and array.shape != wanted[name]:
@@ -276,6 +310,21 @@ class ExpertParallel:
             raise ValueError(f"ExpertParallel: {'; '.join(wrong)}.")
 
 
+def _checked(name: str, wanted: tuple[int, ...], made: Array) -> Array:
+    if jnp.shape(made) != wanted:
+        raise ValueError(
+            f"ExpertParallel: `{name}` returned {jnp.shape(made)}; needed is {wanted}, a row for "
+            "each that it was given."
+        )
+    return made
+
+
+def _made(expert: Expert, rows: Array, dot: Dot) -> Array:
+    """What an expert makes of its rows, of whatever width."""
+    made = expert(rows, dot)
+    return _checked("expert", (*rows.shape[:-1], *jnp.shape(made)[-1:]), made)
+
+
 def _take(rows: Float[Array, "R M"], index: Array, missing: float) -> Float[Array, "I M"]:
     """Rows by indices that are all different; another number for those that are beyond."""
     how: dict[str, Any] = dict(mode="fill", fill_value=missing, unique_indices=True)
@@ -289,3 +338,11 @@ def _check_matrices(rows: Array, matrices: Array, experts: int) -> None:
             f"matrices ({experts}, {rows.shape[-1]}, any): of the experts of this device, and as "
             "many rows as there are columns."
         )
+
+
+def _is_bound(axis: str) -> bool:
+    try:
+        lax.axis_size(axis)
+    except NameError:
+        return False
+    return True

@@ -78,7 +78,7 @@ def by_expert(kept: Integer[Array, "n E"], size: int) -> Integer[Array, "n size"
 
 
 def digits(kept: Integer[Array, "n E"], size: int, width: int) -> Integer[Array, "n rows width"]:
-    """Returns counts up to `size` as numbers to base 256, which every floating dtype holds.
+    """Returns counts up to `size` as numbers to base 256, which bfloat16 and wider hold.
 
     They fill rows of a stream, in front of what they count, and travel with it.
     """

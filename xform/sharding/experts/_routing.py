@@ -23,6 +23,7 @@ scores where they are sigmoids (arXiv:2412.19437); ST-MoE (arXiv:2202.08906) for
 
 import math
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Literal, NamedTuple
 
 import jax
@@ -47,7 +48,9 @@ class Routing:
       experts: How many there are, E, over all devices.
       top_k: How many a token goes to, k.
       score: What a router's logits are made into: "softmax" or "sigmoid".
-      normalise: Whether a token's weights sum to 1.
+      normalise: Whether a token's weights sum to 1; by default where k > 1. With k = 1 they would
+        all be 1, and the loss would teach the router nothing: there the weight is the score, as in
+        Switch.
       scale: What weights are multiplied by.
       capacity: None: no choice is dropped. Else each expert takes `ceil(capacity · k · g / E)`
         choices of a group of g tokens, and drops the rest: first choices before second ones, and
@@ -58,6 +61,7 @@ class Routing:
         even share; by default as many as there can be. A token beyond it becomes NaN.
 
     Raises:
+      TypeError: Lists sizes that are no whole numbers.
       ValueError: Lists all that makes no sense.
 
     >>> Routing(experts=8, top_k=2, capacity=1.25, group=64).places(64)
@@ -69,20 +73,33 @@ class Routing:
     experts: int
     top_k: int
     score: Literal["softmax", "sigmoid"] = "softmax"
-    normalise: bool = True
+    normalise: bool | None = None
     scale: float = 1.0
     capacity: float | None = None
     group: int | None = None
     bound: float | None = None
 
     def __post_init__(self):
-        wrong = []
+        sizes = {"experts": self.experts, "top_k": self.top_k}
+        sizes |= {} if self.group is None else {"group": self.group}
+        wrong = [
+            f"`{name}` is {size!r}; needed is a whole number"
+            for name, size in sizes.items()
+            if isinstance(size, bool) or not isinstance(size, Integral)
+        ]
+        if wrong:
+            raise TypeError(f"Routing: {'; '.join(wrong)}.")
         if self.experts < 1:
             wrong.append(f"`experts` is {self.experts}; needed is at least 1")
         if not 1 <= self.top_k <= max(1, self.experts):
             wrong.append(
                 f"`top_k` is {self.top_k}; needed is 1 to {max(1, self.experts)}, since a token "
                 "goes to an expert once"
+            )
+        if self.normalise and self.top_k == 1:
+            wrong.append(
+                "`normalise` of one weight is always 1, from which a router learns nothing: leave "
+                "it out, or set `top_k` above 1"
             )
         if self.score not in SCORES:
             wrong.append(f"`score` is {self.score!r}; there is {' and '.join(map(repr, SCORES))}")
@@ -100,6 +117,11 @@ class Routing:
             wrong.append("`bound` is of routing that drops nothing: leave it or `capacity` out")
         if wrong:
             raise ValueError(f"Routing: {'; '.join(wrong)}.")
+
+    @property
+    def normalised(self) -> bool:
+        """Whether a token's weights sum to 1; see `normalise`."""
+        return self.top_k > 1 if self.normalise is None else self.normalise
 
     def places(self, group: int) -> int:
         """Returns how many choices of so many tokens an expert takes; see `capacity`."""
@@ -193,7 +215,7 @@ def route(
     choice = jnp.where(jnp.isnan(choice), -jnp.inf, lax.stop_gradient(choice))
     _, experts = lax.top_k(choice, routing.top_k)
     weights = jnp.take_along_axis(scores, experts, -1)
-    if routing.normalise:
+    if routing.normalised:
         weights = weights / (jnp.sum(weights, -1, keepdims=True) + _TINY)
     lost = jnp.any(jnp.isnan(logits), -1, keepdims=True)
     return Routes(experts, jnp.where(lost, jnp.nan, routing.scale * weights), logits)
