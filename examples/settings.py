@@ -102,8 +102,8 @@ OF_EXPERTS = ("experts", "top_k", "shared", "router", "capacity", "balance", "ro
 def wrong_experts(config: Config) -> list[str]:
     """Returns in words why tokens could not find their experts."""
     m, wrong = config.model, []
-    given = [name for name in ("shared", "capacity") if getattr(m, name)]
-    given = [f"model.{name}={getattr(m, name)}" for name in given]
+    given = {name: getattr(m, name) for name in OF_EXPERTS if name != "experts"}
+    given = [f"model.{name}={x}" for name, x in given.items() if x != getattr(llama.Config, name)]
     given += [f"ep={config.ep}"] if config.ep else []
     if not m.experts and given:
         wrong.append(f"{' and '.join(given)} without experts: set model.experts too")

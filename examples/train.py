@@ -72,7 +72,7 @@ def mesh_for(config: Config) -> Mesh:
     """Returns the mesh of all devices, once it is known that model and batch divide over it."""
     count, schedule = jax.device_count() // (config.pp or 1), schedule_for(config)
     m = config.model
-    tp = config.tp or math.gcd(2, count, m.codes, m.heads, m.kv_heads, m.hidden)
+    tp = config.tp or math.gcd(2, count, m.codes, m.heads, m.kv_heads, m.hidden, m.shared)
     ep = config.ep or (1 if m.experts else None)
     dp = config.dp or max(1, count // (tp * (config.cp or 1) * (ep or 1)))
     mesh = make_mesh(dp=dp, pp=config.pp, cp=config.cp, tp=tp, ep=ep)

@@ -15,6 +15,7 @@ pytest.importorskip("rich")
 
 import llama
 import parallel
+import planned
 import train
 from cache import empty_cache
 from parallel import Layout
@@ -160,9 +161,27 @@ def test_what_makes_no_sense_is_named_at_once():
     dense = dataclasses.replace(SMALL, capacity=2.0)
     with pytest.raises(ValueError, match=r"model.capacity=2.0 and ep=2 without experts: set"):
         train.check(train.Config(model=dense, ep=2))
+    dense = dataclasses.replace(SMALL, top_k=1, router="sigmoid", balance=0.0, router_z=0.0)
+    with pytest.raises(ValueError, match=r"^config: ") as error:
+        train.check(train.Config(model=dense))
+    words = "model.top_k=1 and model.router=sigmoid and model.balance=0.0 and model.router_z=0.0"
+    assert f"{words} without experts" in str(error.value)
+    train.check(train.Config(model=SMALL))
     config = train.Config(model=dataclasses.replace(EXPERTS, experts=6), ep=4, tp=1, dp=2)
     with pytest.raises(ValueError, match=r"experts=6 is not a multiple of ep=4"):
         train.mesh_for(config)
     config = train.Config(model=EXPERTS, pp=2, tp=1, dp=4)
     with pytest.raises(ValueError, match=r"model.experts have a loss of their own"):
         train.mesh_for(config)
+
+
+def test_the_default_mesh_divides_the_shared_units():
+    config = train.Config(model=dataclasses.replace(EXPERTS, shared=33))
+    assert train.mesh_for(config).shape["tp"] == 1
+    assert train.mesh_for(dataclasses.replace(config, model=EXPERTS)).shape["tp"] == 2
+
+
+def test_the_planner_is_not_told_of_a_layout_without_its_experts():
+    with pytest.raises(ValueError, match=r"ep=4: the planner knows dp, pp, cp, tp"):
+        planned.layout_of(dict(dp=2, ep=4), Layout(), None)
+    assert planned.layout_of(dict(dp=2, ep=1), Layout(), None).dp == 2
