@@ -36,7 +36,12 @@ from xform.sharding.experts import ExpertParallel
 
 @dataclass(frozen=True)
 class Layout:
-    """What is split; every layout trains the same model to the same numbers, but for rounding."""
+    """What is split; every layout trains the same model to the same numbers, but for rounding.
+
+    And but for experts: losses of routers are means over the tokens of a microbatch, which count by
+    its labels, and a capacity drops among the positions of a row that a device has. So
+    `microbatches` changes the former, and the size of `cp` what is dropped.
+    """
 
     fsdp: bool = False
     """Split parameters and the optimiser's state over `dp`, and gather each layer for its use."""

@@ -25,6 +25,7 @@ from xform.sharding.experts import (
     Routing,
     auxiliary,
     balance_loss,
+    load_of,
     route,
     total,
     z_loss,
@@ -305,6 +306,31 @@ def test_the_loss_teaches_a_router_of_one_expert_for_each_token(score):
     assert [Routing(4, k).normalised for k in (1, 2)] == [False, True]
     with pytest.raises(ValueError, match=r"`normalise` of one weight is always 1, from which"):
         Routing(4, 1, score, normalise=True)
+
+
+@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
+def test_weights_sum_to_one_and_have_gradients_where_scores_underflow(score):
+    routing, weight = Routing(4, 2, score), jnp.eye(4)
+    x = jnp.array([[-45.0, -46, -400, -500], [-200, -201, -400, -500]], jnp.float32)
+    first = lambda x: route(x, weight, routing).weights[:, 0]
+    share = 1 / (1 + np.exp(-1.0))
+    np.testing.assert_allclose(once(first, x), share, rtol=2e-5)
+    grad = once(jax.grad(lambda x: jnp.sum(first(x))), x)
+    expected = share * (1 - share) * np.array([1.0, -1, 0, 0])
+    np.testing.assert_allclose(grad, np.tile(expected, (2, 1)), rtol=2e-5, atol=1e-7)
+    load = once(lambda x: load_of(route(x, weight, routing), routing), x)
+    np.testing.assert_allclose(load.scores, [2 * share, 2 - 2 * share, 0, 0], rtol=2e-5, atol=1e-7)
+
+
+def test_a_token_that_is_nan_takes_a_place_and_gives_none_away():
+    """With a capacity: what another then lacks is counted, and is not NaN."""
+    x = jnp.array([[[np.nan, 0.0], [1.0, 0.0]]], jnp.float32)
+    routing, p = Routing(2, 1, capacity=1.0), jnp.ones((2, 2, 2))
+    expert = lambda rows, dot: dot(jnp.nan_to_num(rows), p)
+    y, load = once(partial(ExpertParallel().routed, expert=expert, routing=routing), x, jnp.eye(2))
+    assert np.isnan(y[0]).all(-1).tolist() == [True, False]
+    assert load.dropped == 1
+    assert (y[0, 1] == 0).all()
 
 
 def test_the_router_is_float32_under_every_policy():

@@ -7,8 +7,10 @@ is (float64 for float64), under `xform.precision` too: a rounded score is anothe
     experts   the k largest scores (+ bias, which chooses and does not weigh: arXiv:2408.15664)
     weights   their scores, normalised to sum 1 or not, times `scale`
 
-Equal scores go to the expert of the lower number. A token with a logit that is not a number still
-has k experts, and NaN for weights: that is what becomes of it, and of no other token.
+Normalised weights are made of logits, as exact where all scores underflow. Equal scores go to the
+expert of the lower number. A token with a logit that is not a number still has k experts, and NaN
+for weights: no other token becomes NaN of it. But with a capacity or a bound it takes places as any
+other does, which others may then lack.
 
 How evenly experts are used is a matter of sums over tokens (`Load`), which add up over devices,
 microbatches or rows; a loss is made of the sums of all (`total`), never a mean of devices' losses:
@@ -36,8 +38,6 @@ from xform.sharding._declare import declare
 from xform.sharding.data import per_device
 
 SCORES = ("softmax", "sigmoid")
-# Below any score that counts, so that k scores which all underflow weigh 0 and not NaN.
-_TINY = 1e-20
 
 
 @dataclass(frozen=True)
@@ -214,27 +214,26 @@ def route(
     choice = scores if bias is None else scores + jnp.broadcast_to(bias, scores.shape)
     choice = jnp.where(jnp.isnan(choice), -jnp.inf, lax.stop_gradient(choice))
     _, experts = lax.top_k(choice, routing.top_k)
-    weights = jnp.take_along_axis(scores, experts, -1)
-    if routing.normalised:
-        weights = weights / (jnp.sum(weights, -1, keepdims=True) + _TINY)
+    chosen = jnp.take_along_axis(logits if routing.normalised else scores, experts, -1)
+    weights = _shares(chosen, routing) if routing.normalised else chosen
     lost = jnp.any(jnp.isnan(logits), -1, keepdims=True)
     return Routes(experts, jnp.where(lost, jnp.nan, routing.scale * weights), logits)
+
+
+def _shares(logits: Float[Array, "... E"], routing: Routing) -> Float[Array, "... E"]:
+    """Scores as parts of their sum, which may underflow: the quotient's derivative then would."""
+    return jax.nn.softmax(logits if routing.score == "softmax" else jax.nn.log_sigmoid(logits), -1)
 
 
 def load_of(routes: Routes, routing: Routing) -> Load:
     """Returns how much the tokens of these routes ask of each expert; nothing is dropped yet."""
     logits = routes.logits.reshape(-1, routing.experts)
     lse = jax.nn.logsumexp(logits, -1)
-    if routing.score == "softmax":
-        shares = jnp.exp(logits - lse[:, None])
-    else:
-        shares = jax.nn.sigmoid(logits)
-        shares = shares / (jnp.sum(shares, -1, keepdims=True) + _TINY)
     chosen = jnp.sum(counts(routes.experts.reshape(1, -1), routing.experts), 0)
     number = lambda n: per_device(jnp.array(n, lse.dtype), tuple(sorted(varying_axes(lse))))
     return Load(
         chosen=chosen.astype(lse.dtype),
-        scores=jnp.sum(shares, 0),
+        scores=jnp.sum(_shares(logits, routing), 0),
         squares=jnp.sum(lse**2),
         tokens=number(len(lse)),
         dropped=number(0),
@@ -280,8 +279,9 @@ def auxiliary(load: Load, labels: Array, *, balance: float = 0.01, z: float = 0.
     """Returns what to add to this device's sum of losses, for `data.value_and_grad`.
 
     The mean of all losses is then larger by `balance · Σ balance_loss + z · Σ z_loss`, sums over
-    layers, each of the tokens of all devices: once, whatever the mesh. (With microbatches, the mean
-    over these of each one's own.)
+    layers, each of the tokens of all devices: once, whatever the mesh. With microbatches it is each
+    one's own, which counts as many times as that has labels: a mean of products over fewer tokens,
+    so another number than that of the whole batch.
 
     Args:
       load: Of this device's tokens, by layer.
