@@ -110,7 +110,7 @@ def penalties(logits, scores, chosen):
     """What uneven use of experts and large logits add to a mean loss."""
     experts = logits.shape[-1]
     flat = chosen.reshape(-1)
-    share = jnp.stack([jnp.mean(flat == e) for e in range(experts)])
+    share = jnp.stack([jnp.mean(flat == e, dtype=scores.dtype) for e in range(experts)])
     scores = (scores / scores.sum(-1, keepdims=True)).reshape(-1, experts)
     balance = experts * jnp.sum(share * scores.mean(0))
     return BALANCE * balance + Z * jnp.mean(jax.nn.logsumexp(logits, -1) ** 2)
