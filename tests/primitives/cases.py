@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -188,42 +188,48 @@ def value_and_grads(f: Callable, x, cts):
     return results, grads
 
 
-def check(case: Case, *implementations: str | None, seed: int = 0, flash: bool = False) -> None:
+def check(
+    case: Case, *implementations: str | None, seed: int = 0, draws: int = 1, flash: bool = False
+) -> None:
     """Asserts that implementations give the results and gradients of a case.
 
     The list at the precision of the inputs is summed in four orders, and the worst counts: one sum
-    of many numbers may come out right by luck. With `flash`, results may be off as those of a fused
-    kernel's derivative are (`as_flash`) on the same device, over four problems taken together: a
-    gradient that is a single number may come out right by luck, too.
+    of many numbers may come out right by luck. So may a gradient that is a single number: some
+    `draws` of inputs are taken together then. With `flash`, results may be off as those of a fused
+    kernel's derivative are (`as_flash`) on the same device.
     """
-    seeds = range(seed, seed + 4) if flash else (seed,)
-    runs = [_one_problem(case, implementations, seed, flash) for seed in seeds]
+    solve = _solver(case, implementations, flash)
+    runs = [solve(seed) for seed in range(seed, seed + draws)]
     true, judges, found = (_together(trees) for trees in zip(*runs, strict=True))
     for results in found:
         _compare(results, judges, true)
 
 
-def _one_problem(case: Case, implementations, seed: int, flash: bool):
-    """The truth, what judges say, and what was found."""
-    by_pairs = lambda x, cts, pairs, flash=False: value_and_grads(
-        lambda x: case.by_pairs(x, pairs, flash), x, cts
-    )
-    with jax.enable_x64(case.dtype == "float64"):
-        x, cts = case.inputs(seed)
-        pairs = case.pairs(x)
-        found = [_run(case, how, x, cts) for how in implementations]
-        # Judged on the CPU, wherever it ran: XLA for GPUs leaves the judge's roundings out. What it
-        # would leave out of `flash` is written so that it can't.
-        cpu = jax.local_devices(backend="cpu")[0]
-        if not flash:
-            x, cts = jax.device_put((x, cts), cpu)
-        orders = [np.random.default_rng(i).permutation(len(pairs[0])) for i in range(4)]
-        judge = jax.jit(functools.partial(by_pairs, flash=flash), compiler_options=UNOPTIMISED)
-        with jax.enable_x64(case.dtype == "float64" or flash):
-            judges = [judge(x, cts, tuple(i[order] for i in pairs)) for order in orders]
-    with jax.default_device(cpu):
-        true = in_float64(by_pairs, x, cts, pairs)
-    return true, judges, found
+def _solver(case: Case, implementations: Sequence[str | None], flash: bool) -> Callable:
+    """A function of a seed: the truth, what judges say, and what was found."""
+    by_pairs = lambda x, cts, pairs: value_and_grads(lambda x: case.by_pairs(x, pairs), x, cts)
+    judged = lambda x, cts, pairs: value_and_grads(lambda x: case.by_pairs(x, pairs, flash), x, cts)
+    judge = jax.jit(judged, compiler_options=UNOPTIMISED)
+    programs = [_program(case, how) for how in implementations]
+    cpu = jax.local_devices(backend="cpu")[0]
+
+    def solve(seed: int):
+        with jax.enable_x64(case.dtype == "float64"):
+            x, cts = case.inputs(seed)
+            pairs = case.pairs(x)
+            found = [program(x, cts) for program in programs]
+            # Judged on the CPU, wherever it ran: XLA for GPUs leaves the judge's roundings out.
+            # What it would leave out of `flash` is written so that it can't.
+            if not flash:
+                x, cts = jax.device_put((x, cts), cpu)
+            orders = [np.random.default_rng(i).permutation(len(pairs[0])) for i in range(4)]
+            with jax.enable_x64(case.dtype == "float64" or flash):
+                judges = [judge(x, cts, tuple(i[order] for i in pairs)) for order in orders]
+        with jax.default_device(cpu):
+            true = in_float64(by_pairs, x, cts, pairs)
+        return true, judges, found
+
+    return solve
 
 
 def _together(trees):
@@ -232,11 +238,12 @@ def _together(trees):
     return jax.tree.map(stack, *trees)
 
 
-def _run(case: Case, implementation: str | None, x, cts):
+def _program(case: Case, implementation: str | None) -> Callable:
+    """Results and gradients by an implementation, compiled."""
     run = lambda x, cts: value_and_grads(lambda x: case.attend(x, implementation), x, cts)
     # XLA for CPU, unoptimised, gets the dense program's derivative of a maximum wrong.
     wrong = implementation == "reference" and "max" in case.aux
-    return jax.jit(run, compiler_options=None if case.optimised or wrong else UNOPTIMISED)(x, cts)
+    return jax.jit(run, compiler_options=None if case.optimised or wrong else UNOPTIMISED)
 
 
 def _compare(found, judges, true) -> None:
