@@ -20,11 +20,11 @@ def test_every_implementation_gives_the_results_and_gradients_of_the_table(name,
 def test_kernels_give_the_table_in_narrow_types(name):
     case = CASES[name]
     dtype = "float16" if case.dtype == "float16" else "bfloat16"
-    check(dataclasses.replace(case, dtype=dtype, aux=("lse",)), None, flash=True)
+    check(dataclasses.replace(case, dtype=dtype, aux=("lse",)), None, draws=4, flash=True)
 
 
 @pytest.mark.parametrize("name", REPORTS)
 def test_kernels_give_what_users_reported_elsewhere_in_narrow_types(name):
     case = REPORTS[name]
     dtype = "bfloat16" if case.dtype == "float32" else case.dtype
-    check(dataclasses.replace(case, dtype=dtype, aux=("lse",)), None, flash=True)
+    check(dataclasses.replace(case, dtype=dtype, aux=("lse",)), None, draws=4, flash=True)

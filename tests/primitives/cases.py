@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -98,39 +98,60 @@ class Case:
         row = (at_b * t + at_q) * h + at_h
         sinks = x["sinks"] if self.sinks else jnp.full(h, -jnp.inf)
         sinks = jnp.broadcast_to(sinks.astype(wide), (b, t, h)).reshape(-1)
-        rows = functools.partial(as_written, dtype, row)
+        rows = functools.partial(as_written, dtype)
         if flash:
             values = jnp.repeat(x["v"], h // kv, 2)
-            rows = functools.partial(as_flash, (at_b, at_h, at_q, at_k), values, row)
-        found = rows(s, v.astype(wide), sinks)
+            rows = functools.partial(as_flash, (at_b, at_h, at_q, at_k), values)
+        found = rows(row, s, v.astype(wide), sinks)
         results: dict[str, Any] = dict(zip(("out", "lse", "max"), found, strict=True))
+        results["out"] = results["out"].astype(dtype)
         return {n: results[n].reshape(b, t, h, *results[n].shape[1:]) for n in ("out", *self.aux)}
 
 
-def as_written(dtype, row, s, v, sinks):
-    """Output, log-sum-exp and maximum of each row, of the pairs' scores and values."""
+def as_written(dtype, row, s, v, sinks, weights=None):
+    """Output, log-sum-exp and maximum of each row, of the pairs' scores and values.
+
+    Args:
+      dtype: what weights are rounded to.
+      row: of each pair.
+      weights: those of the output, if others: `(scores, maxima) -> weights` of any scale.
+    """
     rows = lambda f, x: f(x, row, len(sinks))
     largest = rows(jax.ops.segment_max, s)
     top = jax.lax.stop_gradient(jnp.maximum(largest, sinks))
     e = jnp.exp(s - top[row])
-    total = rows(jax.ops.segment_sum, e) + jnp.where(jnp.isneginf(sinks), 0, jnp.exp(sinks - top))
+    sink = jnp.where(jnp.isneginf(sinks), 0, jnp.exp(sinks - top))
+    total = rows(jax.ops.segment_sum, e) + sink
     empty = total == 0
     safe = jnp.where(empty, 1, total)
-    out = rows(jax.ops.segment_sum, _rounded(e / safe[row], dtype)[:, None] * v)
+    p = e / safe[row] if weights is None else weights(s, top[row])
+    out = rows(jax.ops.segment_sum, _rounded(p, dtype)[:, None] * v)
+    if weights is not None:
+        out /= jnp.where(empty, 1, rows(jax.ops.segment_sum, p) + sink)[:, None]
     lse = jnp.where(empty, -jnp.inf, jnp.log(safe) + jnp.where(empty, 0, top))
-    return out.astype(dtype), lse, largest
+    return out, lse, largest
 
 
 @jax.custom_vjp
 def as_flash(pairs, values, row, s, v, sinks):
-    """`as_written`, with the derivative that every fused kernel takes (arXiv:2205.14135, B.4).
+    """`as_written`, as every fused kernel does it (arXiv:2205.14135, B.4).
 
-    What a row's weights pull back is `dO . O`, of the rounded output, instead of a sum over the
-    row; and `dO V^T` is a product of matrices, `values` being `[B,T,H,V]`. So derivatives of scores
-    add up to zero no better than weights and output are rounded and that product is.
+    Weights are powers of two that add up to anything, and are rounded as such. What a row's weights
+    pull back is `dO . O` instead of a sum over the row, and `dO V^T` is a product of matrices,
+    `values` being `[B,T,H,V]`: so derivatives of scores add up to zero no better than weights are
+    rounded and that product is.
     """
     del pairs
-    return as_written(values.dtype, row, s, v, sinks)
+    return as_written(values.dtype, row, s, v, sinks, _by_powers_of_two)
+
+
+def _by_powers_of_two(s, top):
+    """`exp2(s log2(e) - top log2(e))`, of which the second product is rounded and the first is not.
+
+    So of scores near 10,000 the largest weight is off 1 by some 1e-4.
+    """
+    factor, wide = np.float32(np.log2(np.e)), lambda x: x.astype(jnp.float64)
+    return jnp.exp2(wide(s) * factor - wide(top * factor)).astype(s.dtype)
 
 
 def _flash_forward(pairs, values, row, s, v, sinks):
@@ -140,14 +161,13 @@ def _flash_forward(pairs, values, row, s, v, sinks):
 
 def _flash_backward(kept, cts):
     (at_b, at_h, at_q, at_k), values, row, s, sinks, out, lse = kept
-    (b, _, h, size), dtype, wide = values.shape, values.dtype, s.dtype
-    d_out = cts[0].reshape(b, len(sinks) // max(1, b * h), h, size)
-    product = jnp.einsum("bthv,bshv->bhts", d_out, values, preferred_element_type=wide)
-    d_out, out = cts[0].astype(wide), _rounded(out.astype(wide), dtype)
-    pull = (d_out * out).sum(-1) - cts[1]
+    (b, _, h, size), dtype = values.shape, values.dtype
+    d_out = cts[0].reshape(b, len(sinks) // max(1, b * h), h, size).astype(dtype)
+    product = jnp.einsum("bthv,bshv->bhts", d_out, values, preferred_element_type=s.dtype)
+    pull = (cts[0] * out).sum(-1) - cts[1]
     p = jnp.exp(s - lse[row])
     d_s = p * (product[at_b, at_h, at_q, at_k] - pull[row])
-    d_v = _rounded(p, dtype)[:, None] * d_out[row]
+    d_v = _rounded(p, dtype)[:, None] * cts[0][row]
     d_sinks = jnp.where(jnp.isneginf(sinks), 0, -jnp.exp(sinks - lse) * pull)
     return None, None, None, d_s, d_v, d_sinks
 
@@ -168,41 +188,48 @@ def value_and_grads(f: Callable, x, cts):
     return results, grads
 
 
-def check(case: Case, *implementations: str | None, seed: int = 0, flash: bool = False) -> None:
+def check(
+    case: Case, *implementations: str | None, seed: int = 0, draws: int = 1, flash: bool = False
+) -> None:
     """Asserts that implementations give the results and gradients of a case.
 
     The list at the precision of the inputs is summed in four orders, and the worst counts: one sum
-    of many numbers may come out right by luck. With `flash`, results may be off as those of a fused
-    kernel's derivative are (`as_flash`) on the same device, over four problems taken together: a
-    gradient that is a single number may come out right by luck, too.
+    of many numbers may come out right by luck. So may a gradient that is a single number: some
+    `draws` of inputs are taken together then. With `flash`, results may be off as those of a fused
+    kernel's derivative are (`as_flash`) on the same device.
     """
-    seeds = range(seed, seed + 4) if flash else (seed,)
-    runs = [_one_problem(case, implementations, seed, flash) for seed in seeds]
+    solve = _solver(case, implementations, flash)
+    runs = [solve(seed) for seed in range(seed, seed + draws)]
     true, judges, found = (_together(trees) for trees in zip(*runs, strict=True))
     for results in found:
         _compare(results, judges, true)
 
 
-def _one_problem(case: Case, implementations, seed: int, flash: bool):
-    """The truth, what judges say, and what was found."""
-    by_pairs = lambda x, cts, pairs, flash=False: value_and_grads(
-        lambda x: case.by_pairs(x, pairs, flash), x, cts
-    )
-    with jax.enable_x64(case.dtype == "float64"):
-        x, cts = case.inputs(seed)
-        pairs = case.pairs(x)
-        found = [_run(case, how, x, cts) for how in implementations]
-        # Judged on the CPU, wherever it ran: XLA for GPUs leaves the judge's roundings out. What it
-        # would leave out of `flash` is written so that it can't.
-        cpu = jax.local_devices(backend="cpu")[0]
-        if not flash:
-            x, cts = jax.device_put((x, cts), cpu)
-        orders = [np.random.default_rng(i).permutation(len(pairs[0])) for i in range(4)]
-        judge = jax.jit(functools.partial(by_pairs, flash=flash), compiler_options=UNOPTIMISED)
-        judges = [judge(x, cts, tuple(i[order] for i in pairs)) for order in orders]
-    with jax.default_device(cpu):
-        true = in_float64(by_pairs, x, cts, pairs)
-    return true, judges, found
+def _solver(case: Case, implementations: Sequence[str | None], flash: bool) -> Callable:
+    """A function of a seed: the truth, what judges say, and what was found."""
+    by_pairs = lambda x, cts, pairs: value_and_grads(lambda x: case.by_pairs(x, pairs), x, cts)
+    judged = lambda x, cts, pairs: value_and_grads(lambda x: case.by_pairs(x, pairs, flash), x, cts)
+    judge = jax.jit(judged, compiler_options=UNOPTIMISED)
+    programs = [_program(case, how) for how in implementations]
+    cpu = jax.local_devices(backend="cpu")[0]
+
+    def solve(seed: int):
+        with jax.enable_x64(case.dtype == "float64"):
+            x, cts = case.inputs(seed)
+            pairs = case.pairs(x)
+            found = [program(x, cts) for program in programs]
+            # Judged on the CPU, wherever it ran: XLA for GPUs leaves the judge's roundings out.
+            # What it would leave out of `flash` is written so that it can't.
+            if not flash:
+                x, cts = jax.device_put((x, cts), cpu)
+            orders = [np.random.default_rng(i).permutation(len(pairs[0])) for i in range(4)]
+            with jax.enable_x64(case.dtype == "float64" or flash):
+                judges = [judge(x, cts, tuple(i[order] for i in pairs)) for order in orders]
+        with jax.default_device(cpu):
+            true = in_float64(by_pairs, x, cts, pairs)
+        return true, judges, found
+
+    return solve
 
 
 def _together(trees):
@@ -211,11 +238,12 @@ def _together(trees):
     return jax.tree.map(stack, *trees)
 
 
-def _run(case: Case, implementation: str | None, x, cts):
+def _program(case: Case, implementation: str | None) -> Callable:
+    """Results and gradients by an implementation, compiled."""
     run = lambda x, cts: value_and_grads(lambda x: case.attend(x, implementation), x, cts)
     # XLA for CPU, unoptimised, gets the dense program's derivative of a maximum wrong.
     wrong = implementation == "reference" and "max" in case.aux
-    return jax.jit(run, compiler_options=None if case.optimised or wrong else UNOPTIMISED)(x, cts)
+    return jax.jit(run, compiler_options=None if case.optimised or wrong else UNOPTIMISED)
 
 
 def _compare(found, judges, true) -> None:
