@@ -77,6 +77,7 @@ def attention(
       NotImplementedError: "ulysses" was asked for, and the axis doesn't divide the heads.
 
     >>> from xform import causal, documents
+    >>> import jax.numpy as jnp
     >>> from xform.sharding import context, make_mesh, shardings
     >>> mesh = make_mesh(cp=4, devices=jax.devices()[:4])
     >>> layout = context.zigzag(64, 4)
@@ -137,6 +138,7 @@ def whole[T: PyTree](tree: T, *, axis: str, layout: Layout | None = None, dim: i
       layout: where they lie; by default the i-th part is device i's.
       dim: their dimension of positions.
 
+    >>> import jax.numpy as jnp
     >>> from xform.sharding import context, make_mesh, shardings
     >>> mesh = make_mesh(cp=2, devices=jax.devices()[:2])
     >>> layout = context.zigzag(8, 2)
