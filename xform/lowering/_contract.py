@@ -80,7 +80,8 @@ contract_p = Primitive("contract")
 def _impl(x, y, *hide, out, dtype):
     if (wide := wide_of(dtype)) == dtype:
         return _computed(x, y, *hide, out=out, dtype=dtype)
-    # A CPU multiplies narrow types as wide ones: there is nothing to win by rounding before.
+    # A CPU wins little by narrow operands, and their rounding would be the largest error of what a
+    # mod reads: weights that meet values rounded do not add up to those of the derivative.
     at = {"cpu": wide, "default": dtype}
     return lax.platform_dependent(
         x, y, *hide, **{name: partial(_computed, out=out, dtype=kind) for name, kind in at.items()}

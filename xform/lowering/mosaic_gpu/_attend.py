@@ -173,9 +173,7 @@ def residue(top):
     factor = jnp.float32(LOG2E)
     top = jnp.where(jnp.isfinite(top), top, 0)
     (a, b), (c, d) = halves(top), halves(factor)
-    # XLA for GPUs fuses a product into a difference, which would then have nothing to lose.
-    rounded = lax.optimization_barrier(top * factor)
-    return ((a * c - rounded) + a * d + b * c) + b * d
+    return ((a * c - top * factor) + a * d + b * c) + b * d
 
 
 @dataclasses.dataclass(frozen=True)
