@@ -1,6 +1,5 @@
 """The one product of attention: what is hidden stays hidden, and the derivatives are each other."""
 
-import re
 from functools import partial
 
 import jax
@@ -121,20 +120,18 @@ def test_the_transpose_is_the_adjoint(out, operand):
         np.testing.assert_allclose(jnp.vdot(ct, image), jnp.vdot(back, args[operand]), rtol=1e-12)
 
 
-@pytest.mark.parametrize(("dtype", "name"), [("bfloat16", "bf16"), ("float16", "f16")])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("out", OUTS)
-def test_narrow_operands_are_rounded_but_on_cpus(out, dtype, name):
-    """A GPU's product is of narrow operands, added up wide; a CPU's is that of float32."""
+def test_narrow_products_are_those_of_rounded_operands(out, dtype):
     x, y, visible = inputs(out)
-    product = lambda dtype: contract(x, y, out=out, dtype=dtype, visible=visible, finite=True)
-    found = product(dtype)
+    rounded = lambda z: np.asarray(jnp.asarray(z).astype(dtype).astype("float32"))
+    near_x, near_y = rounded(x), rounded(y)
+    found = contract(x, y, out=out, dtype=dtype, visible=visible, finite=True)
+    again = contract(near_x, near_y, out=out, dtype=dtype, visible=visible, finite=True)
     assert found.dtype == jnp.float32
-    assert np.array_equal(found, product("float32"))
-    traced = jax.jit(lambda: product(dtype)).trace()
-    for platform, kind in (("cuda", name), ("tpu", name), ("cpu", "f32")):
-        text = traced.lower(lowering_platforms=(platform,)).as_text()
-        kinds = re.findall(r"dot_general.*x(\w+)>, tensor<\S*x(\w+)>\) -> tensor<\S*x(\w+)>", text)
-        assert set(kinds) == {(kind, kind, "f32")}, platform
+    assert np.array_equal(found, again)
+    np.testing.assert_allclose(found, by_hand(near_x, near_y, visible, out), rtol=1e-6, atol=1e-6)
+    assert np.abs(found - by_hand(x, y, visible, out)).max() > 1e-4
 
 
 def test_vmap_takes_any_operand():

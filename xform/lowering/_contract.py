@@ -12,8 +12,8 @@ with an operand), and it is closed under both.
 
 Two things are promised here, so that no caller needs to think of them:
 
-* operands are rounded to `dtype` (the dtype of the user's q, k, v), but not on CPUs, and products
-  are accumulated in float32 (float64 for float64); float32 is multiplied as float32, never as TF32;
+* operands are rounded to `dtype` (the dtype of the user's q, k, v) and products are accumulated in
+  float32 (float64 for float64); float32 is multiplied as float32, never as TF32;
 * what `visible` hides has no influence, NaN and infinity included: `0 * NaN` never happens. A sum
   that sees a row or column entry that is not finite is NaN.
 
@@ -62,7 +62,7 @@ def contract(x, y, *, out: Role, dtype, visible=None, finite=None):
       x: rows `[g,q,d]` for `out="tile"`, else a tile.
       y: columns `[k,d]` for `"tile"` and `"row"`, rows `[g,q,d]` for `"col"`.
       out: which operand of the form is the output.
-      dtype: what the operands are rounded to, but on CPUs.
+      dtype: what the operands are rounded to.
       visible: bool tile with `g` or 1 heads; None where everything is visible.
       finite: bool scalar, whether every row and column of the whole call is finite. Finding
         who sees a NaN costs one more product, which runs only where this is False.
@@ -78,18 +78,6 @@ contract_p = Primitive("contract")
 
 
 def _impl(x, y, *hide, out, dtype):
-    if (wide := wide_of(dtype)) == dtype:
-        return _computed(x, y, *hide, out=out, dtype=dtype)
-    # A CPU wins little by narrow operands, and their rounding would be the largest error of what a
-    # mod reads: weights that meet values rounded do not add up to those of the derivative.
-    at = {"cpu": wide, "default": dtype}
-    return lax.platform_dependent(
-        x, y, *hide, **{name: partial(_computed, out=out, dtype=kind) for name, kind in at.items()}
-    )
-
-
-def _computed(x, y, *hide, out, dtype):
-    """`contract` with operands of `dtype`."""
     shape = _abstract(x, y, out=out, dtype=dtype).shape
     x, y = _matrix(x), _matrix(y)
     product = partial(_product, out=out)
