@@ -1,5 +1,6 @@
 """Rules under every kind of axis, in a part of the mesh, and under `vmap`."""
 
+import ast
 from functools import partial
 from itertools import product
 
@@ -136,5 +137,11 @@ def test_types_are_checked_in_every_rule():
     import xform.sharding
 
     (folder,) = xform.sharding.__path__
-    off = [p for p in Path(folder).glob("**/*.py") if "check_vma=False" in p.read_text()]
+    off = [
+        f"{path}:{node.value.lineno}"
+        for path in Path(folder).glob("**/*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.keyword) and node.arg in ("check_vma", "check_rep")
+        if not (isinstance(node.value, ast.Constant) and node.value.value is True)
+    ]
     assert off == []
