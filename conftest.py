@@ -20,7 +20,6 @@ cpu_devices(8)
 if not Path("/dev/nvidiactl").exists():
     # The CUDA plugin is here to compile, and says so at length where it finds no GPU.
     jax.config.update("jax_platforms", "cpu")
-jax.config.update("jax_enable_checks", True)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 if find_spec("hypothesis"):

@@ -53,7 +53,6 @@ def every_of(model):
     return sum(x.size for x in jax.tree.leaves(params_of(model)))
 
 
-@jax.enable_checks(False)
 def test_flops_are_those_of_the_experts_that_a_token_goes_to(monkeypatch):
     """What MFU counts: exactly, whatever places a mesh or a capacity leaves empty."""
     length, batch = 16, 8
@@ -91,7 +90,6 @@ def whole(model: llama.Config):
     ],
     ids=lambda x: "MoE" if x is EXPERTS else "drops" if x is DROPS else str(x),
 )
-@jax.enable_checks(False)
 def test_loss_and_every_gradient_equal_those_of_one_device(sizes, layout, model):
     mesh = mesh_of(**sizes)
     specs = parallel.specs_for(layout, model, mesh)
@@ -104,7 +102,6 @@ def test_loss_and_every_gradient_equal_those_of_one_device(sizes, layout, model)
     assert_equal(found, whole(model), rtol=1e-10)
 
 
-@jax.enable_checks(False)
 def test_a_text_that_is_extended_has_the_logits_of_the_whole():
     """With a capacity too, where text that goes on drops nothing."""
     params, T = params_of(EXPERTS), 12
@@ -138,7 +135,6 @@ def test_no_communication_is_undeclared(layout):
 
 
 @pytest.mark.slow
-@jax.enable_checks(False)
 def test_routers_are_float32_where_all_else_is_bfloat16():
     loss = precision(lambda p, rows: llama.loss(p, rows, EXPERTS)[0], "bf16")
     costs = cost(jax.grad(loss))(params_of(EXPERTS), random_rows())

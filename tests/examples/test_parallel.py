@@ -105,14 +105,15 @@ def test_a_policy_reaches_the_attention_of_every_layout(fsdp):
     assert {x.aval.dtype for eqn in each for x in eqn.invars[:3]} == {jnp.dtype("bfloat16")}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("axes", "layout"),
     [
         ((2, 2, 2), dataclasses.replace(ALL, context="ring")),
-        slow((4, 2), ALL),
-        slow((1, 4, 2), Layout()),
-        slow((2, 4), Layout(sequence=True, overlap="ring", microbatches=2)),
-        slow((8, 1), Layout(fsdp=True)),
+        ((4, 2), ALL),
+        ((1, 4, 2), Layout()),
+        ((2, 4), Layout(sequence=True, overlap="ring", microbatches=2)),
+        ((8, 1), Layout(fsdp=True)),
     ],
     ids=str,
 )

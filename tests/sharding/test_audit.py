@@ -520,6 +520,7 @@ def test_the_mesh_and_the_arguments_must_fit(unchecked):
         audit(jnp.sin, (S((64,), jnp.float32),), specs=P("dp"))
 
 
+@pytest.mark.slow
 def test_a_mesh_of_present_devices_gives_what_its_size_gives():
     """The program names a mesh of CPU devices, and so do its arguments."""
     mesh = make_mesh(dp=4, tp=2)

@@ -27,13 +27,6 @@ from xform.sharding.context._tiles import tiles_by_chunk
 pytestmark = pytest.mark.usefixtures("unchecked")
 
 
-@pytest.fixture(autouse=True)
-def without_checks():
-    """Of jaxprs, which take as long as all the rest."""
-    with jax.enable_checks(False):
-        yield
-
-
 # ---- equal to one device -------------------------------------------------------------------------
 
 # Methods with sizes and other axes in pairs; of kinds those that have others inside. Windows, ALiBi
@@ -41,7 +34,6 @@ def without_checks():
 SOME = [
     Case("documents", "ring", 8),
     Case("table", "ring", 2, dp=2, tp=2),
-    Case("neighborhood", "all_gather", 8),
     Case("bias", "ulysses", 4),
 ]
 ALL = [Case(*x) for x in product(KINDS, METHODS, (2, 4, 8))]
@@ -68,6 +60,7 @@ def test_every_kind_method_and_size_equals_one_device(case):
 # ---- what is known while a program is traced -----------------------------------------------------
 
 
+@pytest.mark.slow
 def test_steps_in_which_nobody_has_work_send_nothing():
     """A window of 6 over parts of 8 reaches one neighbour: keys and values move once."""
     case = Case("alibi in a window", "ring", 4)
@@ -140,7 +133,7 @@ LONG, TILE = 2048, 8
 """In tiles, a row of 32k with the tiles of a kernel."""
 
 
-@pytest.mark.parametrize("n", [2, 4, 8])
+@pytest.mark.parametrize("n", [pytest.param(2, marks=pytest.mark.slow), 4, 8])
 def test_random_documents_are_balanced_to_a_twentieth(n):
     for seed, mean in enumerate((100, 500, 1500)):
         mask = causal() & documents(random_ids(LONG, seed, mean))
@@ -160,6 +153,7 @@ def test_layers_of_other_masks_are_balanced_in_their_sum():
         assert layout.load(mask, tile=TILE).imbalance > 1.02
 
 
+@pytest.mark.slow
 def test_batches_and_heads_count_by_their_own_masks():
     ids = np.stack([random_ids(256, seed, 60) for seed in range(3)])
     of_head = lambda b, h, q, k: (
@@ -187,6 +181,7 @@ def test_rounds_of_a_ring_are_those_of_its_busiest_device():
     assert context.contiguous(64, 4).load(causal(), tile=8).rounds.tolist() == [3, 4, 4, 4]
 
 
+@pytest.mark.slow
 def test_permuted_positions_leave_tiles_what_they_are():
     """A tile within a chunk is proven empty or full by the ends of its positions, as in order."""
     ids = random_ids(256, 3, 60)
@@ -294,6 +289,7 @@ def test_layouts_refuse_what_does_not_divide_and_what_is_not_known():
 # ---- precision, derivatives, communication -------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_bfloat16_is_as_right_as_on_one_device():
     """Against float64: sums over parts are rounded once, at their end."""
     v = values(1, q=(1, 64, 4, 16), k=(1, 64, 2, 16), v=(1, 64, 2, 16), ct=(1, 64, 4, 16))

@@ -53,8 +53,7 @@ GROUPED = Routing(E, 2, "sigmoid", normalise=False, capacity=1.5, group=2)
     ids=str,
 )
 def test_loss_and_every_gradient_equal_those_of_one_device(case, unchecked):
-    with jax.enable_checks(False):
-        report = cases.compared(case)
+    report = cases.compared(case)
     assert {leaf.path for leaf in report.leaves} >= {"loss", "router", "gate", "down", "scale"}
 
 
@@ -75,8 +74,7 @@ ALL = [
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ALL, ids=str)
 def test_on_every_mesh_of_eight(case, unchecked):
-    with jax.enable_checks(False):
-        cases.compared(case)
+    cases.compared(case)
 
 
 @pytest.mark.parametrize(
@@ -213,7 +211,6 @@ PAIRS = st.lists(
 )
 
 
-@jax.enable_checks(False)
 @given(st.one_of(PAIRS, PAIRS.map(lambda pairs: [pairs[0]] * TOKENS)))
 def test_every_token_meets_each_of_its_experts_once(pairs):
     """Whole numbers: a choice that is lost or doubled is another sum."""
@@ -438,7 +435,6 @@ def small_step(routing: Routing):
     )
 
 
-@jax.enable_checks(False)
 def test_the_same_bits_every_time(unchecked):
     _, step, args = small_step(DROPLESS)
     first, second = (jax.device_get(step(*args)) for _ in range(2))
@@ -454,7 +450,6 @@ def test_forward_mode_equals_reverse_mode():
     np.testing.assert_allclose(found, expected, rtol=1e-12)
 
 
-@jax.enable_checks(False)
 def test_it_lowers_for_every_platform():
     p, x = jax.tree.map(jnp.float32, few()), jnp.ones((1, T, M))
     for routing in (Routing(4, 2), Routing(4, 2, capacity=1.0)):
@@ -477,7 +472,6 @@ def exchanges(f, mesh, args) -> list[tuple]:
     [DROPLESS, pytest.param(CAPACITY, marks=pytest.mark.slow)],
     ids=["dropless", "capacity"],
 )
-@jax.enable_checks(False)
 def test_two_exchanges_forward_two_back_and_nothing_undeclared(routing, unchecked):
     case = Case(tp=2, ep=4, routing=routing)
     mesh, _, args = small_step(routing)

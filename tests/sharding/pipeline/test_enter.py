@@ -53,7 +53,9 @@ def on_mesh(mesh, schedule, given):
 
 
 @pytest.mark.parametrize(
-    ("executor", "name"), [("one_program", "zb-v"), ("per_stage", "zb-h1")], ids=str
+    ("executor", "name"),
+    [pytest.param("one_program", "zb-v", marks=pytest.mark.slow), ("per_stage", "zb-h1")],
+    ids=str,
 )
 def test_split_weights_are_gathered_once_and_so_are_their_gradients(executor, name):
     schedule, mesh = build(name, 2, 3), mesh_of(2, 2, 2)
@@ -128,6 +130,7 @@ def test_context_parallel_stages(executor, how):
         np.testing.assert_allclose(a, b, rtol=1e-11, atol=1e-12 * np.abs(b).max())
 
 
+@pytest.mark.slow
 def test_a_permute_in_groups_is_a_permute():
     """Of any pairs, on one axis of two and on both, what is no float too."""
     from xform.sharding.pipeline._permute import in_groups

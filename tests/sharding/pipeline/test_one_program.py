@@ -70,11 +70,11 @@ def check(schedule: Schedule, tp: int = 1, dp: int = 1, **options):
     [
         pytest.param("gpipe", 1, 2, 1, 2, marks=pytest.mark.slow),
         pytest.param("1f1b", 4, 3, 2, 1, marks=pytest.mark.slow),
-        ("1f1b", 2, 6, 2, 2),
+        pytest.param("1f1b", 2, 6, 2, 2, marks=pytest.mark.slow),
         ("zb-h1", 4, 6, 2, 1),
         ("interleaved", 2, 3, 1, 2),
         ("zb-v", 2, 5, 2, 2),
-        ("dualpipe-v", 2, 4, 2, 1),
+        pytest.param("dualpipe-v", 2, 4, 2, 1, marks=pytest.mark.slow),
     ],
 )
 def test_loss_and_every_gradient_are_those_of_one_device(name, ranks, microbatches, tp, dp):
@@ -112,7 +112,9 @@ def test_a_thousand_random_tables_take_ten_programs_at_most():
     assert random_runs(1000, (1, 3, 6)) <= 10
 
 
-@pytest.mark.parametrize("make", [one_f_one_b, zb_h1], ids=["1f1b", "zb_h1"])
+@pytest.mark.parametrize(
+    "make", [pytest.param(one_f_one_b, marks=pytest.mark.slow), zb_h1], ids=["1f1b", "zb_h1"]
+)
 def test_memory_and_size_do_not_grow_with_microbatches(make):
     mesh, sizes = mesh_of(4), []
     for microbatches in (8, 32):

@@ -118,6 +118,7 @@ def test_a_model_is_refused_with_all_reasons():
         replace(SMALL, kv_heads=3)
 
 
+@pytest.mark.slow
 def test_at_scale_it_finds_what_llama_was_trained_with():
     """The example, as a user runs it; the checker of types would take most of the time."""
     command = [sys.executable, "examples/plan.py", "--devices", "16384"]
