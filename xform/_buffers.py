@@ -284,9 +284,10 @@ class Plan:
         n, last = len(self.region.nodes), self.last_reads()
         made = {v: i for i, node in enumerate(self.region.nodes) for v in node.outs}
         homes: list[tuple[int, list[tuple[int, int]]]] = []
-        results = {self.root(v) for v in self.region.outputs}
+        # In the order of the program: where homes are alike, which of them is taken first decides.
+        results = dict.fromkeys(map(self.root, self.region.outputs))
         before = {self.root(out): v for v, out in self.donated.items()}
-        for v in results & self.kept:
+        for v in filter(self.kept.__contains__, results):
             busy = [(made.get(v, -1), n)]
             if v in before:
                 busy.append((-1, last.get(before[v], -1)))

@@ -274,15 +274,11 @@ def _shares(region: Region, inputs: Sequence[Value], args: Sequence[Any]) -> dic
 
 def _residuals(plan: Plan) -> list[Buffer]:
     """What the forward pass makes and the backward pass reads."""
-    found: dict[Value, Buffer] = {}
-    for node in plan.region.nodes:
-        if node.phase == "forward":
-            continue
-        for v in node.ins:
-            for leaf in plan.leaves.get(v, ()):
-                if leaf.node is not None and leaf.node.phase == "forward":
-                    found.setdefault(leaf, _residual(leaf, plan))
-    return list(found.values())
+    nodes = plan.region.nodes
+    read = (v for node in nodes if node.phase != "forward" for v in node.ins)
+    leaves = {leaf for v in read for leaf in plan.leaves.get(v, ())}
+    made = (v for node in nodes if node.phase == "forward" for v in node.outs)
+    return [_residual(v, plan) for v in made if v in leaves]
 
 
 def _residual(v: Value, plan: Plan) -> Buffer:

@@ -19,7 +19,7 @@ from xform._remat._cut import Cut, Settings
 from xform._remat._halves import Halves
 from xform._remat._jaxprs import build, renamed, substitute
 from xform._remat._kinds import nbytes
-from xform._remat._plans import Inner
+from xform._remat._plans import Inner, frontier_of
 from xform._remat._primitive import linear_p
 from xform._remat._regions import ROW, Choice, Divide, row
 from xform.jaxpr import source_line, walk
@@ -204,8 +204,8 @@ class Search:
                 if site.eqn.primitive is linear_p and site.eqn.params["linear"] not in seen:
                     seen.add(site.eqn.params["linear"])
                     todo.append(site.eqn.params["linear"])
-            if halves.cuts:
-                found.append(halves.cuts)
+            if halves.settings is not None:
+                found.append(frontier_of(halves.joint, halves.settings))
         return found
 
     @cached_property

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from xform._compat import Jaxpr, JaxprEqn, Var
-from xform._remat._cut import Cut
+from xform._remat._cut import Cut, Settings
 from xform._remat._jaxprs import Atom, build, live, retrace, substitute
 from xform._remat._joint import Joint
 from xform._remat._kinds import kind_of
@@ -35,13 +35,13 @@ class Halves:
       joint: what they are halves of.
       cut: what is saved.
       barrier: whether the second is held back by barriers.
-      cuts: all that the cut was chosen from.
+      settings: of the cut, None where it was no choice.
     """
 
     joint: Joint
     cut: Cut
     barrier: bool = True
-    cuts: Sequence[Cut] = ()
+    settings: Settings | None = None
     _backward: dict[tuple[bool, ...], tuple[Jaxpr, tuple[bool, ...]]] = field(default_factory=dict)
 
     @cached_property

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 from xform._compat import Jaxpr, weakref_lru_cache
-from xform._remat._cut import Cut, Settings, chosen, frontier
+from xform._remat._cut import Cut, Graph, Settings, chosen, frontier
 from xform._remat._halves import Halves
 from xform._remat._joint import Joint, linearize
 
@@ -28,8 +29,14 @@ class Inner:
         joint = joint_of(jaxpr, active)
         if self.settings is None:
             return Halves(joint, Cut(tuple(joint.needed), (), 0, 0), self.barrier)
-        cuts = frontier_of(jaxpr, active, self.settings)
-        return Halves(joint, chosen(cuts, self.price), self.barrier, cuts)
+        return Halves(joint, self._cut(joint), self.barrier, self.settings)
+
+    def _cut(self, joint: Joint) -> Cut:
+        """The cut for the price; the two ends of a frontier need no other."""
+        assert self.settings is not None
+        if self.price in (0.0, math.inf):
+            return Graph(joint, self.settings).cut(self.price)
+        return chosen(frontier_of(joint, self.settings), self.price)
 
     def grown(self, before: int) -> Inner:
         if self.settings is None:
@@ -44,5 +51,5 @@ def joint_of(jaxpr: Jaxpr, active: tuple[bool, ...]) -> Joint:
 
 
 @weakref_lru_cache
-def frontier_of(jaxpr: Jaxpr, active: tuple[bool, ...], settings: Settings) -> list[Cut]:
-    return frontier(joint_of(jaxpr, active), settings)
+def frontier_of(joint: Joint, settings: Settings) -> list[Cut]:
+    return frontier(joint, settings)
