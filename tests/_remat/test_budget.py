@@ -1,7 +1,11 @@
 """A budget: what XLA's buffer assignment needs is within it, and less for a smaller one."""
 
 import itertools
+import os
 import re
+import subprocess
+import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -332,3 +336,35 @@ def test_narrow_residuals_are_the_values_that_the_forward_pass_goes_on_with():
     found = jax.jit(jax.grad(remat(f), (0, 1)))(w, x)
     for a, b in zip(found, jax.jit(jax.grad(f, (0, 1)))(w, x), strict=True):
         np.testing.assert_array_equal(a, b)
+
+
+# ---- the same in every process -------------------------------------------------------------------
+
+PLANS = """
+import jax, jax.numpy as jnp
+from xform import remat
+
+def loss(ps, x):
+    for up, down in ps:
+        x = x + jax.nn.gelu(x @ up) @ down
+    return (x**2).sum()
+
+f32 = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)
+args = [(f32(64, 256), f32(256, 64))] * 5, f32(256, 64)
+for budget in (0.6, 0.0):
+    told = remat.report(loss, budget=budget)(*args)
+    print(told.peak, told.saved, told.recomputed, told.curve, told.memory)
+print(jax.make_jaxpr(jax.grad(remat(loss, budget=0.3)))(*args))
+"""
+
+
+def test_another_process_finds_the_same_plans():
+    """Devices of several processes must decide alike, whatever Python's seed for hashes."""
+    run = lambda seed: subprocess.Popen(
+        [sys.executable, "-c", PLANS], cwd=Path(__file__).parents[2], text=True,
+        env={**os.environ, "PYTHONHASHSEED": seed}, stdout=subprocess.PIPE,
+    )  # fmt: skip
+    first, second = [process.communicate()[0] for process in (run("1"), run("2"))]
+    assert "dot_general" in first
+    assert "dot_general" in first
+    assert first == second

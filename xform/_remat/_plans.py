@@ -9,6 +9,7 @@ from xform._compat import Jaxpr, weakref_lru_cache
 from xform._remat._cut import Cut, Graph, Settings, chosen, frontier
 from xform._remat._halves import Halves
 from xform._remat._joint import Joint, linearize
+from xform._remat._row import is_row, linearize_row
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ class Inner:
 
 @weakref_lru_cache
 def joint_of(jaxpr: Jaxpr, active: tuple[bool, ...]) -> Joint:
-    return linearize(jaxpr, active)
+    return linearize_row(jaxpr, active) if is_row(jaxpr) else linearize(jaxpr, active)
 
 
 @weakref_lru_cache

@@ -178,6 +178,6 @@ def _add(
 
 
 def _curve(candidate: Candidate) -> tuple[tuple[int, str], ...]:
-    region = prune(merge(program(candidate.program)))
+    region = prune(merge(program(candidate.program())))
     held = Buffers(region, {}).held()
     return tuple((bytes_, node.line) for bytes_, node in zip(held, region.nodes, strict=True))
