@@ -180,7 +180,7 @@ def memory_of(
     names = list(names) or [f"[{i}]" for i in range(len(inputs))]
     label = {v: f"argument{name}" for v, name in zip(inputs, names, strict=True)}
     matched = _match(inputs, donated, region.outputs)
-    breadth_first = _breadth_first(name)
+    breadth_first = orders_breadth_first(name)
     plan = Plan(region, shares, donated=matched, eager=breadth_first)
     found = plan.peak()
     other = Plan(region, shares, donated=matched, eager=not breadth_first).peak()
@@ -205,7 +205,7 @@ def memory_of(
 _ACCELERATORS = ("accelerator", "gpu", "cuda", "rocm", "tpu")
 
 
-def _breadth_first(name: str) -> bool:
+def orders_breadth_first(name: str) -> bool:
     """Whether the compiler of a device runs each operation as soon as it can."""
     if name.lower() in ("cpu", *_ACCELERATORS):
         return name.lower() == "cpu"

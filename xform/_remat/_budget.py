@@ -15,13 +15,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
+import jax
+
 from xform._amount import number
 from xform._compat import Jaxpr, Var, weakref_lru_cache
-from xform._memory import Memory, memory_of
+from xform._memory import Memory, memory_of, orders_breadth_first
 from xform._remat._cut import Cut, Settings
 from xform._remat._halves import Halves
 from xform._remat._jaxprs import build, renamed, substitute
-from xform._remat._kinds import nbytes
+from xform._remat._kinds import kind_of, nbytes
 from xform._remat._plans import Inner, frontier_of
 from xform._remat._primitive import linear_p
 from xform._remat._regions import ROW, Choice, Divide, row
@@ -32,6 +34,9 @@ type Budget = int | float | str
 # Of what is needed at once besides what is saved, the part that XLA may need more than is foreseen:
 # for copies in another layout, and for the parts of sums that it splits.
 _UNKNOWN = 0.25
+# Of partial sums, when a product has too few rows and columns for all of a GPU: XLA splits it until
+# each multiprocessor has a part, and such products often run side by side.
+_SCRATCH = 2 << 20
 # Steps between two plans for a row of layers.
 _STEPS = 4
 
@@ -71,14 +76,19 @@ class Outer:
       budget: see `remat`.
       settings: what may run again, and what the host keeps.
       named: whether it is a region by name, whose budget is for what it saves.
+      device: what it will run on; None for what JAX does.
     """
 
     budget: Budget
     settings: Settings
     named: bool = False
+    device: str | None = None
+
+    def plans(self, jaxpr: Jaxpr, active: tuple[bool, ...]) -> Search:
+        return search(jaxpr, active, self.settings, scratch(self.device))
 
     def halves(self, jaxpr: Jaxpr, active: tuple[bool, ...]) -> Halves:
-        plans = search(jaxpr, active, self.settings)
+        plans = self.plans(jaxpr, active)
         return (plans.saving if self.named else plans.within)(self.budget).halves
 
     def grown(self, before: int) -> Outer:
@@ -93,10 +103,12 @@ class Candidate:
     Attributes:
       choice: what was tried.
       halves: the two programs.
+      scratch: bytes that its products take besides.
     """
 
     choice: Choice
     halves: Halves
+    scratch: int = 0
 
     def program(self) -> Jaxpr:
         """Results and gradients in one, as it runs; made anew, since it is large."""
@@ -137,7 +149,8 @@ class Candidate:
         found = self.memory
         most = found.temporaries + max(0, found.peak_otherwise - found.peak)
         most = max(most, self._at_least)
-        return most + int(_UNKNOWN * max(0, most - self.saved_bytes))
+        unknown = int(_UNKNOWN * max(0, most - self.saved_bytes))
+        return most + unknown + self.scratch
 
     @property
     def _at_least(self) -> int:
@@ -158,6 +171,7 @@ class Search:
     jaxpr: Jaxpr
     active: tuple[bool, ...]
     settings: Settings
+    scratch: int = 0
     _tried: dict[Choice, Candidate] = field(default_factory=dict)
 
     def candidate(self, choice: Choice) -> Candidate:
@@ -168,8 +182,12 @@ class Search:
                 self.settings.again, tuple(free), loops=False, offload=self.settings.offload
             )  # fmt: skip
             plan = Inner(choice.price, settings)
-            self._tried[choice] = Candidate(choice, plan.halves(divided, self.active))
+            self._tried[choice] = Candidate(choice, plan.halves(divided, self.active), self.scratch)
         return self._tried[choice]
+
+    @cached_property
+    def _multiplies(self) -> bool:
+        return any(kind_of(site.eqn) in ("products", "kernels") for site in walk(self.jaxpr))
 
     @cached_property
     def fastest(self) -> Candidate:
@@ -291,6 +309,16 @@ class Search:
 
 
 @weakref_lru_cache
-def search(jaxpr: Jaxpr, active: tuple[bool, ...], settings: Settings) -> Search:
+def search(jaxpr: Jaxpr, active: tuple[bool, ...], settings: Settings, scratch: int = 0) -> Search:
     """The plans of a program, found once."""
-    return Search(jaxpr, active, settings)
+    return Search(jaxpr, active, settings, scratch)
+
+
+def scratch(device: str | None) -> int:
+    """The bytes that products take besides operands and results where a program is compiled for.
+
+    Raises:
+      ValueError: there is no such device.
+    """
+    name = device or jax.default_backend()
+    return 0 if orders_breadth_first(name) or name.lower() == "tpu" else _SCRATCH

@@ -7,6 +7,8 @@ backwards calls theirs in the opposite order, and adds up.
 
 from __future__ import annotations
 
+from jax.interpreters import ad
+
 from xform._compat import Jaxpr, JaxprEqn, Var, new_jaxpr_eqn, source_info_util
 from xform._remat._halves import Halves
 from xform._remat._jaxprs import Atom, build, call, equations, flatten, substitute
@@ -71,7 +73,9 @@ def _transpose(linear: Jaxpr, n: int, zeros: tuple[bool, ...]) -> tuple[Jaxpr, t
         if (known := sums.get(tangent)) is not None:
             total = Var(known.aval)
             with source_info_util.transform_name_stack("transpose"):
-                eqns.extend(equations(lambda a, b: [a + b], [known, cotangent], [total]))
+                eqns.extend(
+                    equations(lambda a, b: [ad.add_jaxvals(a, b)], [known, cotangent], [total])
+                )
             cotangent = total
         sums[tangent] = cotangent
 
