@@ -18,6 +18,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from xform._attention_cost import attention_program
+from xform._compat import Jaxpr, weakref_lru_cache
 from xform._program import VIEWS, Node, Region, Value, merge, own_inputs, program, prune
 from xform.jaxpr._walk import carried
 
@@ -370,16 +371,20 @@ class Plan:
         """The peak of what a node runs, beyond its operands and results."""
         best = Peak()
         if node.name in ("flex_attention", "tile_sum"):
-            body = prune(merge(program(attention_program(node))))
-            found = Plan(body, {}, eager=self.eager).peak()
-            results = sum(map(self.bytes, node.outs))
-            return Peak(max(0, found.bytes - results))
+            most = _peak_of(attention_program(node), self.eager)
+            return Peak(max(0, most - sum(map(self.bytes, node.outs))))
         for region in node.regions.values():
             if node.name == "pallas_call":
                 continue
             found = Plan(region, self.local, body=node, eager=self.eager).peak()
             best = max(best, found, key=lambda p: p.bytes)
         return best
+
+
+@weakref_lru_cache
+def _peak_of(jaxpr: Jaxpr, eager: bool) -> int:
+    """The most that a program holds beyond its inputs: layers share one of an attention's."""
+    return Plan(prune(merge(program(jaxpr))), {}, eager=eager).peak().bytes
 
 
 def _overwritten(node: Node, result: int) -> Sequence[Value]:

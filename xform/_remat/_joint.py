@@ -112,7 +112,7 @@ def linearize(jaxpr: Jaxpr, active: Sequence[bool]) -> Joint:
     merged = dict(zip(needed, whole.outvars[n:], strict=True))
     linear = [substitute(eqn, merged) for eqn in linear]
     outs = [merged.get(v, v) if isinstance(v, Var) else v for v in outs]
-    needed = [v for v in dict.fromkeys(merged.values()) if isinstance(v, Var)]
+    needed = list(dict.fromkeys(v for v in merged.values() if isinstance(v, Var)))
     return Joint(
         inputs, known, whole.eqns, whole.outvars[:n], needed,
         build([*needed, *tangents], outs, linear), tuple(active), tuple(varying),

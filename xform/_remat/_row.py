@@ -51,7 +51,7 @@ def linearize_row(jaxpr: Jaxpr, active: tuple[bool, ...]) -> Joint:
     n = len(jaxpr.outvars)
     merged = dict(zip(needed, whole.outvars[n:], strict=True))
     linear = [substitute(eqn, merged) for eqn in linear]
-    needed = [v for v in dict.fromkeys(merged.values()) if isinstance(v, Var)]
+    needed = list(dict.fromkeys(v for v in merged.values() if isinstance(v, Var)))
     return Joint(
         whole.invars[len(consts) :], dict(zip(whole.invars, consts, strict=False)), whole.eqns,
         whole.outvars[:n], needed, build([*needed, *tangents], outs, linear), active, varying,
