@@ -182,7 +182,8 @@ class Search:
                 self.settings.again, tuple(free), loops=False, offload=self.settings.offload
             )  # fmt: skip
             plan = Inner(choice.price, settings)
-            self._tried[choice] = Candidate(choice, plan.halves(divided, self.active), self.scratch)
+            halves = plan.halves(divided, self.active)
+            self._tried[choice] = Candidate(choice, halves, self.scratch * self._multiplies)
         return self._tried[choice]
 
     @cached_property
