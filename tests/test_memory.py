@@ -12,7 +12,9 @@ from jax.sharding import PartitionSpec as P
 
 import llama
 from xform import memory
+from xform._buffers import Plan
 from xform._hlo import compile_for
+from xform._program import merge, program, prune
 from xform.train import Rows
 
 S = jax.ShapeDtypeStruct
@@ -353,6 +355,24 @@ def test_what_nothing_needs_takes_no_memory():
         return x + 1
 
     assert memory(f)(f32(1000)).peak == 2 * 4000
+
+
+def test_the_same_program_needs_the_same_every_time():
+    """Results of one size, several of which could lend their memory: addresses don't decide."""
+
+    def f(layers, x):
+        for up, down in layers:
+            x = x + jax.nn.gelu(x @ up) @ down
+        return (x**2).sum()
+
+    args = [(f32(64, 256), f32(256, 64))] * 4, f32(256, 64)
+    jaxpr = jax.make_jaxpr(jax.grad(f, (0, 1)))(*args)
+    junk = []
+    curves = set()
+    for i in range(20):
+        junk += [bytearray(60 + 17 * j) for j in range(i)][::3]
+        curves.add(tuple(Plan(prune(merge(program(jaxpr))), {}).held()))
+    assert len(curves) == 1
 
 
 def test_schedule_is_named_where_it_decides():

@@ -18,6 +18,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from xform._attention_cost import attention_program
+from xform._compat import Jaxpr, weakref_lru_cache
 from xform._program import VIEWS, Node, Region, Value, merge, own_inputs, program, prune
 from xform.jaxpr._walk import carried
 
@@ -284,9 +285,10 @@ class Plan:
         n, last = len(self.region.nodes), self.last_reads()
         made = {v: i for i, node in enumerate(self.region.nodes) for v in node.outs}
         homes: list[tuple[int, list[tuple[int, int]]]] = []
-        results = {self.root(v) for v in self.region.outputs}
+        # In the order of the program: where homes are alike, which of them is taken first decides.
+        results = dict.fromkeys(map(self.root, self.region.outputs))
         before = {self.root(out): v for v, out in self.donated.items()}
-        for v in results & self.kept:
+        for v in filter(self.kept.__contains__, results):
             busy = [(made.get(v, -1), n)]
             if v in before:
                 busy.append((-1, last.get(before[v], -1)))
@@ -369,16 +371,20 @@ class Plan:
         """The peak of what a node runs, beyond its operands and results."""
         best = Peak()
         if node.name in ("flex_attention", "tile_sum"):
-            body = prune(merge(program(attention_program(node))))
-            found = Plan(body, {}, eager=self.eager).peak()
-            results = sum(map(self.bytes, node.outs))
-            return Peak(max(0, found.bytes - results))
+            most = _peak_of(attention_program(node), self.eager)
+            return Peak(max(0, most - sum(map(self.bytes, node.outs))))
         for region in node.regions.values():
             if node.name == "pallas_call":
                 continue
             found = Plan(region, self.local, body=node, eager=self.eager).peak()
             best = max(best, found, key=lambda p: p.bytes)
         return best
+
+
+@weakref_lru_cache
+def _peak_of(jaxpr: Jaxpr, eager: bool) -> int:
+    """The most that a program holds beyond its inputs: layers share one of an attention's."""
+    return Plan(prune(merge(program(jaxpr))), {}, eager=eager).peak().bytes
 
 
 def _overwritten(node: Node, result: int) -> Sequence[Value]:

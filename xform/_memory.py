@@ -180,7 +180,7 @@ def memory_of(
     names = list(names) or [f"[{i}]" for i in range(len(inputs))]
     label = {v: f"argument{name}" for v, name in zip(inputs, names, strict=True)}
     matched = _match(inputs, donated, region.outputs)
-    breadth_first = _breadth_first(name)
+    breadth_first = orders_breadth_first(name)
     plan = Plan(region, shares, donated=matched, eager=breadth_first)
     found = plan.peak()
     other = Plan(region, shares, donated=matched, eager=not breadth_first).peak()
@@ -205,7 +205,7 @@ def memory_of(
 _ACCELERATORS = ("accelerator", "gpu", "cuda", "rocm", "tpu")
 
 
-def _breadth_first(name: str) -> bool:
+def orders_breadth_first(name: str) -> bool:
     """Whether the compiler of a device runs each operation as soon as it can."""
     if name.lower() in ("cpu", *_ACCELERATORS):
         return name.lower() == "cpu"
@@ -274,15 +274,11 @@ def _shares(region: Region, inputs: Sequence[Value], args: Sequence[Any]) -> dic
 
 def _residuals(plan: Plan) -> list[Buffer]:
     """What the forward pass makes and the backward pass reads."""
-    found: dict[Value, Buffer] = {}
-    for node in plan.region.nodes:
-        if node.phase == "forward":
-            continue
-        for v in node.ins:
-            for leaf in plan.leaves.get(v, ()):
-                if leaf.node is not None and leaf.node.phase == "forward":
-                    found.setdefault(leaf, _residual(leaf, plan))
-    return list(found.values())
+    nodes = plan.region.nodes
+    read = (v for node in nodes if node.phase != "forward" for v in node.ins)
+    leaves = {leaf for v in read for leaf in plan.leaves.get(v, ())}
+    made = (v for node in nodes if node.phase == "forward" for v in node.outs)
+    return [_residual(v, plan) for v in made if v in leaves]
 
 
 def _residual(v: Value, plan: Plan) -> Buffer:

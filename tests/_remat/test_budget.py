@@ -1,7 +1,11 @@
 """A budget: what XLA's buffer assignment needs is within it, and less for a smaller one."""
 
 import itertools
+import os
 import re
+import subprocess
+import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -128,6 +132,21 @@ def test_budget_below_the_least_raises_with_the_least_and_its_lines():
     assert f"{least:,} bytes" in str(error.value)
     assert re.search(r"dot_general at .*test_budget.py:\d+ \(mlp\)", str(error.value))
     jax.eval_shape(gradient(f, budget=least), *args)
+
+
+def test_scratch_memory_of_a_gpu_counts_where_there_are_products():
+    f, *args = PROGRAMS["scan"]
+    peak = lambda f, device: remat.report(f, budget=0.0, device=device)(*args).peak
+    assert peak(f, "H200") == peak(f, "gpu") == peak(f, "cpu") + 2**21
+    elementwise = lambda p, x: jnp.sum(jnp.sin(x) * p["up"][0, 0, 0])
+    assert peak(elementwise, "H200") == peak(elementwise, "cpu")
+    budget = peak(f, "cpu")
+    jax.eval_shape(gradient(f, budget=budget, device="cpu"), *args)
+    with pytest.raises(BudgetError) as error:
+        jax.eval_shape(gradient(f, budget=budget, device="H200"), *args)
+    assert error.value.least == budget + 2**21
+    with pytest.raises(ValueError, match="abacus"):
+        remat(f, device="abacus")
 
 
 # ---- what is saved and what runs again -----------------------------------------------------------
@@ -332,3 +351,35 @@ def test_narrow_residuals_are_the_values_that_the_forward_pass_goes_on_with():
     found = jax.jit(jax.grad(remat(f), (0, 1)))(w, x)
     for a, b in zip(found, jax.jit(jax.grad(f, (0, 1)))(w, x), strict=True):
         np.testing.assert_array_equal(a, b)
+
+
+# ---- the same in every process -------------------------------------------------------------------
+
+PLANS = """
+import jax, jax.numpy as jnp
+from xform import remat
+
+def loss(ps, x):
+    for up, down in ps:
+        x = x + jax.nn.gelu(x @ up) @ down
+    return (x**2).sum()
+
+f32 = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)
+args = [(f32(64, 256), f32(256, 64))] * 5, f32(256, 64)
+for budget in (0.6, 0.0):
+    told = remat.report(loss, budget=budget)(*args)
+    print(told.peak, told.saved, told.recomputed, told.curve, told.memory)
+print(jax.make_jaxpr(jax.grad(remat(loss, budget=0.3)))(*args))
+"""
+
+
+def test_another_process_finds_the_same_plans():
+    """Devices of several processes must decide alike, whatever Python's seed for hashes."""
+    run = lambda seed: subprocess.Popen(
+        [sys.executable, "-c", PLANS], cwd=Path(__file__).parents[2], text=True,
+        env={**os.environ, "PYTHONHASHSEED": seed}, stdout=subprocess.PIPE,
+    )  # fmt: skip
+    first, second = [process.communicate()[0] for process in (run("1"), run("2"))]
+    assert "dot_general" in first
+    assert "dot_general" in first
+    assert first == second

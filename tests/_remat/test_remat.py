@@ -192,6 +192,21 @@ def test_shard_map_around_and_inside():
     same(around(remat(mlp, budget="none")), around(mlp))
 
 
+def test_row_of_layers_in_a_mesh():
+    """Layers that share a scale, each of whose gradients is a sum over devices."""
+    mesh = jax.make_mesh((2,), ("d",), (AxisType.Auto,))
+
+    @partial(jax.shard_map, mesh=mesh, in_specs=(P(), P(), P("d")), out_specs=P("d"))
+    def run(ws, scale, x):
+        for w in ws:
+            x = jnp.tanh(x @ w) * scale
+        return x
+
+    args = [normal(i, 8, 8) for i in range(5)], normal(9, 8), normal(0, 4, 8)
+    gradient = lambda f: jax.jit(jax.grad(total(f), (0, 1, 2)))(*args)
+    same(gradient(remat(run, budget="none")), gradient(run))
+
+
 def test_collectives_run_once():
     """A shard_map, or a loop in one, whose body has some is not repeated as a whole."""
     mesh = jax.make_mesh((4,), ("d",), (AxisType.Auto,))

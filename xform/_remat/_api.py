@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from xform._compat import Jaxpr
-from xform._remat._budget import Budget, Outer
+from xform._remat._budget import Budget, Outer, scratch
 from xform._remat._cut import Settings
 from xform._remat._jaxprs import flatten
 from xform._remat._kinds import KINDS
@@ -31,6 +31,7 @@ class _Remat:
         budget: Budget | Mapping[str, Budget] = "all",
         again: Collection[str] = ("products", "kernels"),
         offload: Collection[str] = (),
+        device: str | None = None,
     ) -> Callable:
         """Returns `f`, to be differentiated within a budget of memory.
 
@@ -56,6 +57,9 @@ class _Remat:
             bits and "collectives".
           offload: names of values (`jax.ad_checkpoint.checkpoint_name`) that are kept in the
             host's memory until the backward pass needs them.
+          device: what the program will be compiled for, as in `memory`; by default what JAX runs
+            on. A GPU's products may need two megabytes beside what is said here, for partial sums,
+            which are counted there.
 
         Returns:
           A function like `f`: the same values, derivatives in both directions and of all orders.
@@ -70,7 +74,7 @@ class _Remat:
         >>> loss = remat(lambda ws, x: jnp.sum(layers(ws, x) ** 2), budget=150_000)
         >>> gradient = jax.jit(jax.grad(loss))(jnp.ones((8, 32, 32)), jnp.ones((64, 32)))
         """
-        plan = _Plan(budget, frozenset(again), frozenset(offload))
+        plan = _Plan(budget, frozenset(again), frozenset(offload), device)
 
         @functools.wraps(f)
         def run(*args, **kwargs):
@@ -86,12 +90,13 @@ class _Remat:
         budget: Budget | Mapping[str, Budget] = "all",
         again: Collection[str] = ("products", "kernels"),
         offload: Collection[str] = (),
+        device: str | None = None,
         argnums: int | Sequence[int] | None = None,
     ) -> Callable[..., Report]:
         """Returns a function that tells what `remat(f, ...)` keeps and repeats, and runs nothing.
 
         Args:
-          f, budget, again, offload: as in `remat`.
+          f, budget, again, offload, device: as in `remat`.
           argnums: the positional arguments that are differentiated, as in `jax.grad`, since a plan
             depends on these; every floating-point argument where None.
 
@@ -107,7 +112,7 @@ class _Remat:
         >>> [kept.what for kept in remat.report(f)(jnp.ones((8, 8)), jnp.ones((4, 8))).saved]
         ['tanh']
         """
-        plan = _Plan(budget, frozenset(again), frozenset(offload))
+        plan = _Plan(budget, frozenset(again), frozenset(offload), device)
 
         def told(*args, **kwargs) -> Report:
             traced = _traced(f, args, kwargs)
@@ -123,15 +128,19 @@ remat = _Remat()
 class _Plan:
     """What a call of `remat` asks for, checked."""
 
-    def __init__(self, budget: Any, again: frozenset[str], offload: frozenset[str]):
+    def __init__(
+        self, budget: Any, again: frozenset[str], offload: frozenset[str], device: str | None
+    ):
         if unknown := sorted(again - set(KINDS)):
             raise ValueError(
                 f"`again` may name {', '.join(map(repr, KINDS))}; found "
                 f"{', '.join(map(repr, unknown))}."
             )
+        if device is not None:
+            scratch(device)  # or else it raises
         self.settings = Settings(again, (), offload=offload)
         named = budget if isinstance(budget, Mapping) else {}
-        self.whole = Outer("all" if named else _checked(budget), self.settings)
+        self.whole = Outer("all" if named else _checked(budget), self.settings, device=device)
         self.named = {
             name: Outer(_checked(b), self.settings, named=True) for name, b in named.items()
         }

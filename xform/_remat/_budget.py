@@ -7,19 +7,24 @@ budget never need more: if it takes another plan, then because the first needs m
 
 from __future__ import annotations
 
+import gc
 import itertools
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
+import jax
+
 from xform._amount import number
 from xform._compat import Jaxpr, Var, weakref_lru_cache
-from xform._memory import Memory, memory_of
+from xform._memory import Memory, memory_of, orders_breadth_first
 from xform._remat._cut import Cut, Settings
 from xform._remat._halves import Halves
 from xform._remat._jaxprs import build, renamed, substitute
-from xform._remat._kinds import nbytes
-from xform._remat._plans import Inner
+from xform._remat._kinds import kind_of, nbytes
+from xform._remat._plans import Inner, frontier_of
 from xform._remat._primitive import linear_p
 from xform._remat._regions import ROW, Choice, Divide, row
 from xform.jaxpr import source_line, walk
@@ -29,8 +34,26 @@ type Budget = int | float | str
 # Of what is needed at once besides what is saved, the part that XLA may need more than is foreseen:
 # for copies in another layout, and for the parts of sums that it splits.
 _UNKNOWN = 0.25
+# Of partial sums, when a product has too few rows and columns for all of a GPU: XLA splits it until
+# each multiprocessor has a part, and such products often run side by side.
+_SCRATCH = 2 << 20
 # Steps between two plans for a row of layers.
 _STEPS = 4
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Without the garbage collector: plans are many small objects, which it would visit in vain.
+
+    It takes two fifths of the time of a search, and what a search leaves behind is small.
+    """
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
 
 
 class BudgetError(ValueError):
@@ -53,14 +76,19 @@ class Outer:
       budget: see `remat`.
       settings: what may run again, and what the host keeps.
       named: whether it is a region by name, whose budget is for what it saves.
+      device: what it will run on; None for what JAX does.
     """
 
     budget: Budget
     settings: Settings
     named: bool = False
+    device: str | None = None
+
+    def plans(self, jaxpr: Jaxpr, active: tuple[bool, ...]) -> Search:
+        return search(jaxpr, active, self.settings, scratch(self.device))
 
     def halves(self, jaxpr: Jaxpr, active: tuple[bool, ...]) -> Halves:
-        plans = search(jaxpr, active, self.settings)
+        plans = self.plans(jaxpr, active)
         return (plans.saving if self.named else plans.within)(self.budget).halves
 
     def grown(self, before: int) -> Outer:
@@ -75,14 +103,15 @@ class Candidate:
     Attributes:
       choice: what was tried.
       halves: the two programs.
+      scratch: bytes that its products take besides.
     """
 
     choice: Choice
     halves: Halves
+    scratch: int = 0
 
-    @cached_property
     def program(self) -> Jaxpr:
-        """Results and gradients in one, as it runs."""
+        """Results and gradients in one, as it runs; made anew, since it is large."""
         joint = self.halves.joint
         first = renamed(self.halves.forward)
         second, _ = self.halves.backward((False,) * sum(joint.varying))
@@ -105,7 +134,7 @@ class Candidate:
     @cached_property
     def memory(self) -> Memory:
         """What it needs where a compiler orders for memory, as accelerators' do."""
-        return memory_of(self.program, device="accelerator")
+        return memory_of(self.program(), device="accelerator")
 
     @cached_property
     def saved_bytes(self) -> int:
@@ -120,7 +149,8 @@ class Candidate:
         found = self.memory
         most = found.temporaries + max(0, found.peak_otherwise - found.peak)
         most = max(most, self._at_least)
-        return most + int(_UNKNOWN * max(0, most - self.saved_bytes))
+        unknown = int(_UNKNOWN * max(0, most - self.saved_bytes))
+        return most + unknown + self.scratch
 
     @property
     def _at_least(self) -> int:
@@ -141,6 +171,7 @@ class Search:
     jaxpr: Jaxpr
     active: tuple[bool, ...]
     settings: Settings
+    scratch: int = 0
     _tried: dict[Choice, Candidate] = field(default_factory=dict)
 
     def candidate(self, choice: Choice) -> Candidate:
@@ -151,8 +182,13 @@ class Search:
                 self.settings.again, tuple(free), loops=False, offload=self.settings.offload
             )  # fmt: skip
             plan = Inner(choice.price, settings)
-            self._tried[choice] = Candidate(choice, plan.halves(divided, self.active))
+            halves = plan.halves(divided, self.active)
+            self._tried[choice] = Candidate(choice, halves, self.scratch * self._multiplies)
         return self._tried[choice]
+
+    @cached_property
+    def _multiplies(self) -> bool:
+        return any(kind_of(site.eqn) in ("products", "kernels") for site in walk(self.jaxpr))
 
     @cached_property
     def fastest(self) -> Candidate:
@@ -204,8 +240,8 @@ class Search:
                 if site.eqn.primitive is linear_p and site.eqn.params["linear"] not in seen:
                     seen.add(site.eqn.params["linear"])
                     todo.append(site.eqn.params["linear"])
-            if halves.cuts:
-                found.append(halves.cuts)
+            if halves.settings is not None:
+                found.append(frontier_of(halves.joint, halves.settings))
         return found
 
     @cached_property
@@ -213,6 +249,7 @@ class Search:
         """The plan that needs least."""
         return min(self.candidates, key=lambda c: c.peak)
 
+    @_uncollected()
     def saving(self, budget: Budget) -> Candidate:
         """The fastest plan that saves so much."""
         if isinstance(budget, str):
@@ -225,6 +262,7 @@ class Search:
             return fits
         raise BudgetError(self._saves_more(budget, least), least)
 
+    @_uncollected()
     def within(self, budget: Budget) -> Candidate:
         """The fastest plan within a budget."""
         if isinstance(budget, str):
@@ -272,6 +310,16 @@ class Search:
 
 
 @weakref_lru_cache
-def search(jaxpr: Jaxpr, active: tuple[bool, ...], settings: Settings) -> Search:
+def search(jaxpr: Jaxpr, active: tuple[bool, ...], settings: Settings, scratch: int = 0) -> Search:
     """The plans of a program, found once."""
-    return Search(jaxpr, active, settings)
+    return Search(jaxpr, active, settings, scratch)
+
+
+def scratch(device: str | None) -> int:
+    """The bytes that products take besides operands and results where a program is compiled for.
+
+    Raises:
+      ValueError: there is no such device.
+    """
+    name = device or jax.default_backend()
+    return 0 if orders_breadth_first(name) or name.lower() == "tpu" else _SCRATCH

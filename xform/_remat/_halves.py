@@ -7,7 +7,7 @@ later. It may also run it too early, so further work is tied to the cotangent th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -16,8 +16,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from xform._compat import Jaxpr, JaxprEqn, Var
-from xform._remat._cut import Cut
-from xform._remat._jaxprs import Atom, build, live, retrace, substitute
+from xform._remat._cut import Cut, Settings
+from xform._remat._jaxprs import Atom, build, equations, live, substitute
 from xform._remat._joint import Joint
 from xform._remat._kinds import kind_of
 
@@ -35,13 +35,13 @@ class Halves:
       joint: what they are halves of.
       cut: what is saved.
       barrier: whether the second is held back by barriers.
-      cuts: all that the cut was chosen from.
+      settings: of the cut, None where it was no choice.
     """
 
     joint: Joint
     cut: Cut
     barrier: bool = True
-    cuts: Sequence[Cut] = ()
+    settings: Settings | None = None
     _backward: dict[tuple[bool, ...], tuple[Jaxpr, tuple[bool, ...]]] = field(default_factory=dict)
 
     @cached_property
@@ -208,16 +208,8 @@ class _Again:
         self.late.add(after[-1])
 
 
-def _equations(f: Callable, old: Sequence[Var], new: Sequence[Var]) -> list[JaxprEqn]:
-    """The equations `new = f(*old)`."""
-    program = retrace(f, [v.aval for v in old])
-    names: dict = dict(zip(program.invars, old, strict=True))
-    names.update(zip(program.outvars, new, strict=True))
-    return [substitute(eqn, names) for eqn in program.eqns]
-
-
 def _barrier(new: Sequence[Var], old: Sequence[Var]) -> list[JaxprEqn]:
-    return _equations(lambda *xs: lax.optimization_barrier(list(xs)), old, new)
+    return equations(lambda *xs: lax.optimization_barrier(list(xs)), old, new)
 
 
 def _is_narrow(aval) -> bool:
@@ -225,7 +217,7 @@ def _is_narrow(aval) -> bool:
 
 
 def _moved(old: Var, new: Var, to) -> list[JaxprEqn]:
-    return _equations(lambda x: [jax.device_put(x, to)], [old], [new])
+    return equations(lambda x: [jax.device_put(x, to)], [old], [new])
 
 
 def _rounded(
@@ -249,5 +241,5 @@ def _rounded(
                     lax.reduce_precision(x, jnp.finfo(x.dtype).nexp, jnp.finfo(x.dtype).nmant)
                 ]
                 new[v] = w = Var(v.aval)
-                out += _equations(round_, [v], [w])
+                out += equations(round_, [v], [w])
     return out, new

@@ -7,11 +7,23 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import numpy as np
 from jax.interpreters import partial_eval
 
-from xform._compat import DebugInfo, Jaxpr, JaxprEqn, Literal, Var, wrap_init
+from xform._compat import (
+    DebugInfo,
+    Jaxpr,
+    JaxprEqn,
+    Literal,
+    Primitive,
+    Var,
+    new_jaxpr_eqn,
+    wrap_init,
+)
 from xform.jaxpr._interpret import called
 
 # What only calls its body, and is taken apart. A `custom_jvp` or `custom_vjp` does more.
 _CALLS = frozenset(("jit", "remat2", "core_call", "closed_call", "eval_jaxpr"))
+
+_call_p = Primitive("closed_call")
+_call_p.multiple_results = True
 
 type Atom = Var | Literal
 
@@ -20,6 +32,12 @@ def build(inputs: Sequence[Var], outputs: Sequence[Atom], eqns: Sequence[JaxprEq
     """Returns the program of some equations."""
     effects = frozenset().union(*(eqn.effects for eqn in eqns))
     return Jaxpr((), list(inputs), list(outputs), list(eqns), effects, _NAMELESS)
+
+
+def call(jaxpr: Jaxpr, inputs: Sequence[Atom], outputs: Sequence[Var]) -> JaxprEqn:
+    """Returns an equation that stands for a program until `flatten` takes it apart."""
+    params = dict(call_jaxpr=jaxpr)
+    return new_jaxpr_eqn(list(inputs), list(outputs), _call_p, params, jaxpr.effects)
 
 
 _NAMELESS = DebugInfo("remat", "xform.remat", None, None)
@@ -151,3 +169,11 @@ def retrace(f: Callable[..., Sequence], avals: Sequence) -> Jaxpr:
     fun = wrap_init(lambda *args: f(*args), debug_info=_NAMELESS)
     out, _, consts = partial_eval.trace_to_jaxpr_dynamic(fun, avals)
     return out if not consts else out.with_consts(consts)
+
+
+def equations(f: Callable[..., Sequence], old: Sequence[Var], new: Sequence[Var]) -> list[JaxprEqn]:
+    """Returns the equations `new = f(*old)`."""
+    program = retrace(f, [v.aval for v in old])
+    names: dict = dict(zip(program.invars, old, strict=True))
+    names.update(zip(program.outvars, new, strict=True))
+    return [substitute(eqn, names) for eqn in program.eqns]

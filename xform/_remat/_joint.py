@@ -8,13 +8,34 @@ follow can be saved in their place.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from jax.interpreters import ad
 
 from xform._compat import Jaxpr, JaxprEqn, Var, linearize_jaxpr
 from xform._remat._jaxprs import Atom, build, flatten, retrace, substitute
+
+
+def transpose(linear: Jaxpr, n: int, zeros: tuple[bool, ...]) -> tuple[Jaxpr, tuple[bool, ...]]:
+    """A linear program backwards, but for its first n inputs; see `Joint.transposed`."""
+    given = [v.aval.to_ct_aval() for v, z in zip(linear.outvars, zeros, strict=True) if not z]
+    tangents = [v.aval.to_ct_aval() for v in linear.invars[n:]]
+    gone: list[bool] = []
+
+    def backward(*args):
+        cotangents = iter(args[n:])
+        cts = [
+            ad.Zero(v.aval.to_ct_aval()) if z else next(cotangents)
+            for v, z in zip(linear.outvars, zeros, strict=True)
+        ]
+        primals = [*args[:n], *(ad.UndefinedPrimal(t) for t in tangents)]
+        found = ad.backward_pass(linear, True, (), primals, cts)[n:]
+        gone[:] = [isinstance(ct, ad.Zero) for ct in found]
+        return [ct for ct in found if not isinstance(ct, ad.Zero)]
+
+    program = retrace(backward, [*(v.aval for v in linear.invars[:n]), *given])
+    return program, tuple(gone)
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,6 +51,7 @@ class Joint:
       linear: from `needed` and the tangents of `active` inputs to those of `varying` outputs.
       active: which inputs have tangents.
       varying: which outputs have tangents.
+      transpose: turns `linear` round.
     """
 
     inputs: Sequence[Var]
@@ -40,6 +62,7 @@ class Joint:
     linear: Jaxpr
     active: tuple[bool, ...]
     varying: tuple[bool, ...]
+    transpose: Callable[..., tuple[Jaxpr, tuple[bool, ...]]] = transpose
     _transposed: dict[tuple[bool, ...], tuple[Jaxpr, tuple[bool, ...]]] = field(
         default_factory=dict
     )
@@ -56,30 +79,8 @@ class Joint:
           which of these are zero, and no results of it.
         """
         if zeros not in self._transposed:
-            self._transposed[zeros] = self._transpose(zeros)
+            self._transposed[zeros] = self.transpose(self.linear, len(self.needed), zeros)
         return self._transposed[zeros]
-
-    def _transpose(self, zeros: tuple[bool, ...]) -> tuple[Jaxpr, tuple[bool, ...]]:
-        n = len(self.needed)
-        given = [
-            v.aval.to_ct_aval() for v, z in zip(self.linear.outvars, zeros, strict=True) if not z
-        ]
-        tangents = [v.aval.to_ct_aval() for v in self.linear.invars[n:]]
-        gone: list[bool] = []
-
-        def backward(*args):
-            cotangents = iter(args[n:])
-            cts = [
-                ad.Zero(v.aval.to_ct_aval()) if z else next(cotangents)
-                for v, z in zip(self.linear.outvars, zeros, strict=True)
-            ]
-            primals = [*args[:n], *(ad.UndefinedPrimal(t) for t in tangents)]
-            found = ad.backward_pass(self.linear, True, (), primals, cts)[n:]
-            gone[:] = [isinstance(ct, ad.Zero) for ct in found]
-            return [ct for ct in found if not isinstance(ct, ad.Zero)]
-
-        program = retrace(backward, [*(v.aval for v in self.needed), *given])
-        return program, tuple(gone)
 
 
 def linearize(jaxpr: Jaxpr, active: Sequence[bool]) -> Joint:
@@ -111,7 +112,7 @@ def linearize(jaxpr: Jaxpr, active: Sequence[bool]) -> Joint:
     merged = dict(zip(needed, whole.outvars[n:], strict=True))
     linear = [substitute(eqn, merged) for eqn in linear]
     outs = [merged.get(v, v) if isinstance(v, Var) else v for v in outs]
-    needed = [v for v in dict.fromkeys(merged.values()) if isinstance(v, Var)]
+    needed = list(dict.fromkeys(v for v in merged.values() if isinstance(v, Var)))
     return Joint(
         inputs, known, whole.eqns, whole.outvars[:n], needed,
         build([*needed, *tangents], outs, linear), tuple(active), tuple(varying),

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 from xform._compat import Jaxpr, weakref_lru_cache
-from xform._remat._cut import Cut, Settings, chosen, frontier
+from xform._remat._cut import Cut, Graph, Settings, chosen, frontier
 from xform._remat._halves import Halves
 from xform._remat._joint import Joint, linearize
+from xform._remat._row import is_row, linearize_row
 
 
 @dataclass(frozen=True)
@@ -28,8 +30,14 @@ class Inner:
         joint = joint_of(jaxpr, active)
         if self.settings is None:
             return Halves(joint, Cut(tuple(joint.needed), (), 0, 0), self.barrier)
-        cuts = frontier_of(jaxpr, active, self.settings)
-        return Halves(joint, chosen(cuts, self.price), self.barrier, cuts)
+        return Halves(joint, self._cut(joint), self.barrier, self.settings)
+
+    def _cut(self, joint: Joint) -> Cut:
+        """The cut for the price; the two ends of a frontier need no other."""
+        assert self.settings is not None
+        if self.price in (0.0, math.inf):
+            return Graph(joint, self.settings).cut(self.price)
+        return chosen(frontier_of(joint, self.settings), self.price)
 
     def grown(self, before: int) -> Inner:
         if self.settings is None:
@@ -40,9 +48,9 @@ class Inner:
 
 @weakref_lru_cache
 def joint_of(jaxpr: Jaxpr, active: tuple[bool, ...]) -> Joint:
-    return linearize(jaxpr, active)
+    return linearize_row(jaxpr, active) if is_row(jaxpr) else linearize(jaxpr, active)
 
 
 @weakref_lru_cache
-def frontier_of(jaxpr: Jaxpr, active: tuple[bool, ...], settings: Settings) -> list[Cut]:
-    return frontier(joint_of(jaxpr, active), settings)
+def frontier_of(joint: Joint, settings: Settings) -> list[Cut]:
+    return frontier(joint, settings)

@@ -14,7 +14,7 @@ from xform._buffers import Plan as Buffers
 from xform._compat import Jaxpr, Var
 from xform._memory import Memory
 from xform._program import merge, program, prune
-from xform._remat._budget import Candidate, Outer, search
+from xform._remat._budget import Candidate, Outer
 from xform._remat._halves import Halves
 from xform._remat._kinds import kind_of, nbytes
 from xform.jaxpr import source_line, walk
@@ -113,7 +113,7 @@ def report_of(jaxpr: Jaxpr, plan: Outer, paths: Sequence[str], chosen: Sequence[
     types = (getattr(t, "dtype", None) for t in jaxpr.in_avals)
     is_float = (t is not None and jnp.issubdtype(t, jnp.inexact) for t in types)
     active = tuple(a and b for a, b in zip(chosen, is_float, strict=True))
-    candidate = search(jaxpr, active, plan.settings).within(plan.budget)
+    candidate = plan.plans(jaxpr, active).within(plan.budget)
     saved: dict[tuple, Value] = {}
     again: dict[tuple, Value] = {}
     inputs = dict(zip(candidate.halves.joint.inputs, paths, strict=True))
@@ -178,6 +178,6 @@ def _add(
 
 
 def _curve(candidate: Candidate) -> tuple[tuple[int, str], ...]:
-    region = prune(merge(program(candidate.program)))
+    region = prune(merge(program(candidate.program())))
     held = Buffers(region, {}).held()
     return tuple((bytes_, node.line) for bytes_, node in zip(held, region.nodes, strict=True))

@@ -1,0 +1,105 @@
+"""A row of regions as one graph: the halves of each, put together.
+
+JAX would trace all that the layers compute once more for each plan that is tried, forwards and
+backwards. But the halves are there: the row's first part calls theirs in order, and its linear part
+backwards calls theirs in the opposite order, and adds up.
+"""
+
+from __future__ import annotations
+
+from jax.interpreters import ad
+
+from xform._compat import Jaxpr, JaxprEqn, Var, new_jaxpr_eqn, source_info_util
+from xform._remat._halves import Halves
+from xform._remat._jaxprs import Atom, build, call, equations, flatten, substitute
+from xform._remat._joint import Joint
+from xform._remat._primitive import halves_of, linear_p, region_p
+
+
+def is_row(jaxpr: Jaxpr) -> bool:
+    """Whether a program is regions, and nothing else."""
+    return all(eqn.primitive is region_p for eqn in jaxpr.eqns)
+
+
+def linearize_row(jaxpr: Jaxpr, active: tuple[bool, ...]) -> Joint:
+    """Returns the joint graph of a row of regions, for these inputs' tangents."""
+    inputs = (v for v, is_active in zip(jaxpr.invars, active, strict=True) if is_active)
+    moves = {v: Var(v.aval.to_tangent_aval()) for v in inputs}
+    tangents = list(moves.values())
+    first: list[JaxprEqn] = []
+    linear: list[JaxprEqn] = []
+    for eqn in jaxpr.eqns:
+        moving = tuple(isinstance(v, Var) and v in moves for v in eqn.invars)
+        if not any(moving):
+            first.append(eqn)
+            continue
+        halves = halves_of(eqn.params["call_jaxpr"], moving, eqn.params["plan"])
+        given = dict(zip(halves.joint.inputs, eqn.invars, strict=True))
+        saved = [given[v] if v in given else Var(halves.held(v)) for v in halves.saved]
+        made = [w for v, w in zip(halves.saved, saved, strict=True) if v not in given]
+        first.append(call(halves.forward, eqn.invars, [*eqn.outvars, *made]))
+        varying = [v for v, on in zip(eqn.outvars, halves.joint.varying, strict=True) if on]
+        if varying:
+            before = [moves[v] for v, on in zip(eqn.invars, moving, strict=True) if on]
+            moves.update((v, Var(t)) for v, t in zip(varying, halves.results, strict=True))
+            linear.append(_linear(eqn, halves, [*saved, *before], [moves[v] for v in varying]))
+    varying = tuple(isinstance(v, Var) and v in moves for v in jaxpr.outvars)
+    outs = [moves[v] for v, on in zip(jaxpr.outvars, varying, strict=True) if on]
+    reads = (v for eqn in linear for v in eqn.invars[: eqn.params["linear"].count])
+    needed = list(dict.fromkeys(v for v in reads if isinstance(v, Var)))
+    whole, consts = flatten(build(jaxpr.invars, [*jaxpr.outvars, *needed], first))
+    n = len(jaxpr.outvars)
+    merged = dict(zip(needed, whole.outvars[n:], strict=True))
+    linear = [substitute(eqn, merged) for eqn in linear]
+    needed = list(dict.fromkeys(v for v in merged.values() if isinstance(v, Var)))
+    return Joint(
+        whole.invars[len(consts) :], dict(zip(whole.invars, consts, strict=False)), whole.eqns,
+        whole.outvars[:n], needed, build([*needed, *tangents], outs, linear), active, varying,
+        _transpose,
+    )  # fmt: skip
+
+
+def _linear(eqn: JaxprEqn, halves: Halves, reads: list, makes: list) -> JaxprEqn:
+    params = dict(linear=halves)
+    return new_jaxpr_eqn(reads, makes, linear_p, params, halves.effects, eqn.source_info)
+
+
+def _transpose(linear: Jaxpr, n: int, zeros: tuple[bool, ...]) -> tuple[Jaxpr, tuple[bool, ...]]:
+    """Of the linear part of a row; see `Joint.transposed`."""
+    eqns: list[JaxprEqn] = []
+    sums: dict[Atom, Var] = {}
+
+    def add(tangent: Atom, cotangent: Var) -> None:
+        if (known := sums.get(tangent)) is not None:
+            total = Var(known.aval)
+            with source_info_util.transform_name_stack("transpose"):
+                eqns.extend(
+                    equations(lambda a, b: [ad.add_jaxvals(a, b)], [known, cotangent], [total])
+                )
+            cotangent = total
+        sums[tangent] = cotangent
+
+    own: dict[Atom, Var] = {v: Var(v.aval) for v in linear.invars[:n]}
+    given = [Var(v.aval.to_ct_aval()) for v, z in zip(linear.outvars, zeros, strict=True) if not z]
+    ends = (v for v, z in zip(linear.outvars, zeros, strict=True) if not z)
+    for v, cotangent in zip(ends, given, strict=True):
+        add(v, cotangent)
+    for eqn in reversed(linear.eqns):
+        halves: Halves = eqn.params["linear"]
+        saved, tangents = eqn.invars[: halves.count], eqn.invars[halves.count :]
+        none = tuple(v not in sums for v in eqn.outvars)
+        if all(none):
+            continue
+        program, gone = halves.backward(none)
+        arriving = [sums[v] for v in eqn.outvars if v in sums]
+        made = [Var(t) for t in program.out_avals]
+        held = [own.get(v, v) if isinstance(v, Var) else v for v in saved]
+        eqns.append(call(program, [*held, *arriving], made))
+        reached = (v for v, is_zero in zip(tangents, gone, strict=True) if not is_zero)
+        for v, cotangent in zip(reached, made, strict=True):
+            add(v, cotangent)
+    found = [sums.get(v) for v in linear.invars[n:]]
+    outs = [v for v in found if v is not None]
+    program, consts = flatten(build([*own.values(), *given], outs, eqns))
+    program = program.with_consts(consts) if consts else program
+    return program, tuple(v is None for v in found)
