@@ -63,7 +63,7 @@ def scores(spec: Spec, at: At, q, k, shared):
     derivative are there, NaN included, goes nowhere. (Arrays: see `_at_visible_pairs`.)
     """
     q = q if spec.scale_scores else q * jnp.asarray(spec.scale, q.dtype)
-    s = _contract(spec, at, q, k, "tile")
+    s = _contract(at, q, k, "tile", spec.dtype)
     if spec.scale_scores or spec.score is not None:
         s = _rounded_once(partial(_modified, spec, at), s, *(x for group in shared for x in group))
     return s if at.visible is None else jnp.where(at.visible, s, -jnp.inf)
@@ -90,11 +90,11 @@ def _rounded_once(f, *args):
     return once(*args)
 
 
-def weighted(spec: Spec, at: At, p, v):
-    """`sum_j p_ij v_j` over a tile, `[g,q,v]`, after dropout."""
+def weighted(spec: Spec, at: At, p, v, dtype=None):
+    """`sum_j p_ij v_j` over a tile, `[g,q,v]`, after dropout; rounded to `dtype` if not the spec's."""
     if spec.dropout:
         p = p * at.over("hqk", partial(kept, at.key, spec.dropout)).astype(p.dtype)
-    return _contract(spec, at, p, v, "row")
+    return _contract(at, p, v, "row", dtype or spec.dtype)
 
 
 def _modified(spec: Spec, at: At, s, *loaded):
@@ -169,8 +169,8 @@ def _(primals, tangents):
     return x, jnp.where(moves, tangents[0], 0)
 
 
-def _contract(spec: Spec, at: At, x, y, out):
-    return contract(x, y, out=out, dtype=spec.dtype, visible=at.visible, finite=at.finite)
+def _contract(at: At, x, y, out, dtype):
+    return contract(x, y, out=out, dtype=dtype, visible=at.visible, finite=at.finite)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -385,7 +385,12 @@ def _impl(
 
         options = dict(origin=origin, dtype=dtype, device=device.kind)
         return mosaic_gpu.attend(spec, kinds, *arrays, **options)
-    out, top, total, *argmax = blockwise.attend(spec, kinds, *arrays, origin=origin, peak=peak)
+    # What is not rounded is the "delta" of derivatives of scores, which add up to zero only as far
+    # as it is made of their weights; and a CPU's product of wide numbers takes little longer.
+    exact = device.platform == "cpu" and not device.counted
+    out, top, total, *argmax = blockwise.attend(
+        spec, kinds, *arrays, origin=origin, peak=peak, weights=dtype if exact else None
+    )
     return [out.astype(dtype), top, total, *((top, *argmax) if peak else ())]
 
 
