@@ -31,6 +31,7 @@ from jax import lax
 
 from xform._compat import jaxpr_as_fun
 from xform.jaxpr import walk
+from xform.jaxpr._intern import latest
 from xform.lowering._contract import contract
 from xform.lowering._dropout import kept
 from xform.lowering._spec import At, Read, Spec
@@ -91,7 +92,7 @@ def _rounded_once(f, *args):
 
 
 def weighted(spec: Spec, at: At, p, v, dtype=None):
-    """`sum_j p_ij v_j` over a tile, `[g,q,v]`, after dropout; rounded to `dtype` if not the spec's."""
+    """`sum_j p_ij v_j` over a tile, `[g,q,v]`, after dropout; of operands rounded to `dtype`."""
     if spec.dropout:
         p = p * at.over("hqk", partial(kept, at.key, spec.dropout)).astype(p.dtype)
     return _contract(at, p, v, "row", dtype or spec.dtype)
@@ -315,7 +316,8 @@ class Transpose:
         except ValueError as error:
             if not str(error).startswith("Reverse-mode differentiation"):
                 raise
-            loops = [at.line for at in walk(self.spec.score) if at.eqn.primitive is lax.while_p]
+            sites = walk(latest(self.spec.score))
+            loops = [at.line for at in sites if at.eqn.primitive is lax.while_p]
             raise NotImplementedError(
                 f"`score_mod` has a loop, `while` (at {', '.join(dict.fromkeys(loops))}), "
                 "whose length is not known before it runs, and so no gradient in reverse mode. "
@@ -334,7 +336,7 @@ def raise_underivable(spec: Any, error: Exception) -> None:
     if words.startswith("`") or not re.search("(?i)differentiation|gradient|autodiff", words):
         return
     named = {_CALLED.get(word, word) for word in re.findall(r"\w+?(?=_grad_|\b)", words.lower())}
-    sites = [site for site in walk(spec.score) if site.eqn.primitive.name in named]
+    sites = [site for site in walk(latest(spec.score)) if site.eqn.primitive.name in named]
     lines = ", ".join(dict.fromkeys(f"`{x.eqn.primitive.name}` (at {x.line})" for x in sites))
     raise NotImplementedError(
         f"`score_mod` has no such derivative: {lines or 'an operation of it'}: {words}. Write "

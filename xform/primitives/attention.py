@@ -31,7 +31,7 @@ from jaxtyping import Array, Float
 
 from xform._compat import Primitive
 from xform.lowering import blockwise, reference
-from xform.lowering._contract import wide_of
+from xform.lowering._contract import rounded, wide_of
 from xform.lowering._dropout import threefry
 from xform.lowering._spec import Spec
 from xform.lowering._tile_fn import COL, ROW, Attend, Jvp, Peak, Transpose, base, log_sum
@@ -385,8 +385,8 @@ def _impl(
 
         options = dict(origin=origin, dtype=dtype, device=device.kind)
         return mosaic_gpu.attend(spec, kinds, *arrays, **options)
-    # What is not rounded is the "delta" of derivatives of scores, which add up to zero only as far
-    # as it is made of their weights; and a CPU's product of wide numbers takes little longer.
+    # A wide output becomes the "delta" of a row's derivatives, which add up to zero only if both
+    # are made of the same weights; on a CPU, unrounded ones cost a few percent of a backward pass.
     exact = device.platform == "cpu" and not device.counted
     out, top, total, *argmax = blockwise.attend(
         spec, kinds, *arrays, origin=origin, peak=peak, weights=dtype if exact else None
@@ -425,7 +425,9 @@ def _jvp(primals, tangents, *, spec, hidden, dtype, peak, implementation):
     d_out = (d_sum - d_one[..., None] * out) * blockwise.inverse(total * norm)[..., None]
     d_total = d_one * fixed
     values = [out.astype(dtype), top, total, *maximum]
-    derivatives = [d_out.astype(dtype), ad.Zero(jax.typeof(top)), d_total]
+    # The cotangent of a wide output is rounded as products of it are, so that "delta" agrees.
+    d_out = d_out.astype(dtype) if dtype == spec.dtype else rounded(d_out, spec.dtype)
+    derivatives = [d_out, ad.Zero(jax.typeof(top)), d_total]
     if peak:
         argmax = maximum[1]
         d_max = _d_max(primals, tangents, top, argmax, spec=spec, hidden=hidden)
