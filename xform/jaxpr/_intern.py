@@ -49,7 +49,7 @@ def intern(jaxpr: Jaxpr) -> Jaxpr:
 
 
 def latest(jaxpr: Jaxpr) -> Jaxpr:
-    """Returns the program last interned as `jaxpr`: an error is about its lines, not the first's."""
+    """Returns the program last interned as `jaxpr`: errors are about its lines."""
     return _latest.get(jaxpr, jaxpr)
 
 
