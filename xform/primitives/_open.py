@@ -28,6 +28,8 @@ from xform.primitives._short import short_reads, watched
 
 INDEX = jax.ShapeDtypeStruct((), jnp.int32)
 _NO_MESH = jax.sharding.AbstractMesh((), ())
+_NOWHERE = jax.NamedSharding(_NO_MESH, jax.P())
+_BODIES = ("jaxpr", "cond_jaxpr", "body_jaxpr", "branches")
 
 
 class Opened(NamedTuple):
@@ -95,8 +97,8 @@ def open_mod(name: str, mod: Callable, *score, shape: Shape | None = None) -> Op
     check_consts(name, mod, jaxpr.consts)
     arrays = [jnp.asarray(x) for x in jaxpr.consts]
     check_sizes(f"`{name}` {called(mod)}", **{f"array {n}": x for n, x in enumerate(arrays)})
-    # Traced again without the types of shard_map, which a lowering knows nothing about.
-    flat = jax.make_jaxpr(interpret(pe.convert_constvars_jaxpr(jaxpr), _KEEP, default=bind))
+    # Traced again without the types of meshes, which a lowering knows nothing about.
+    flat = jax.make_jaxpr(interpret(pe.convert_constvars_jaxpr(jaxpr), _FLATTEN, default=bind))
     with no_mesh():
         program = flat(*map(struct_of, arrays), *score, *[INDEX] * 4)
     if shape is not None and not wrong:  # what is in an object that does not fit need not be said
@@ -155,6 +157,40 @@ _KEEP = {
     ("jit", "remainder"): lambda x, y, **_: jnp.remainder(x, y),
     "pvary": lambda x, **_: x,
     "pcast": lambda x, **_: x,
+}
+
+
+def _off_mesh(eqn: JaxprEqn, *args):
+    """A loop or branches, whose bodies may be written for arrays on a mesh, for those of none."""
+    params = {
+        name: jax.tree.map(_without_mesh, value, is_leaf=lambda x: isinstance(x, Jaxpr))
+        if name in _BODIES
+        else value
+        for name, value in eqn.params.items()
+    }
+    return bind(eqn.replace(params=params), *args)
+
+
+def _without_mesh(body: Jaxpr) -> Jaxpr:
+    """A body whose types name no mesh."""
+    if all(getattr(x, "sharding", _NOWHERE).mesh.empty for x in body.in_avals):
+        return body
+    structs = [jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=x.weak_type) for x in body.in_avals]
+    with no_mesh():
+        return jax.make_jaxpr(interpret(body, _FLATTEN, default=bind))(*structs)
+
+
+def _stays(eqn: JaxprEqn, x):
+    """Arrays that a mod changes (`table.at[q_idx].set(0)`) are put where they are already."""
+    if any(name is not None for name in eqn.params["dst_sharding"].spec):
+        return bind(eqn, x)
+    return x
+
+
+_FLATTEN = {
+    **_KEEP,
+    **dict.fromkeys(("cond", "scan", "while"), eqn_rule(_off_mesh)),
+    "reshard": eqn_rule(_stays),
 }
 
 
