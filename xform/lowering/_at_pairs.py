@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.core import ShapedArray
 
 from xform._compat import Jaxpr, jaxpr_as_fun
 from xform.jaxpr import walk
@@ -47,8 +48,8 @@ def modified(spec: Spec, at: At, s, *loaded):
     reads = [read for group in spec.reads for read in group]
     dims = ("hqk", *(read.dims for read in reads))
     if any(read.shape for read in reads):
-        masked = None if at.visible is None else at.visible.shape
-        own = _own_place(spec.score, tuple(reads), s.shape, s.dtype, masked)
+        of_mask = None if at.visible is None else at.visible.shape
+        own = _own_place(spec.score, tuple(reads), s.shape, s.dtype, of_mask)
         if at.visible is not None:
             return _at_visible_pairs(mod, at, own, at.visible, dims, s, *loaded)
     if at.visible is None:
@@ -175,6 +176,7 @@ def _largest(program: Jaxpr) -> tuple[int, str]:
         for site in walk(program)
         if site.eqn.primitive.name in _WRITES
         for v in site.eqn.outvars
+        if isinstance(v.aval, ShapedArray)
     ]
     if not written:
         return 0, ""

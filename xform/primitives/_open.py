@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.core import ShapedArray
 from jax.interpreters import partial_eval as pe
 from jax.sharding import AxisType
 
@@ -28,7 +29,6 @@ from xform.primitives._short import short_reads, watched
 
 INDEX = jax.ShapeDtypeStruct((), jnp.int32)
 _NO_MESH = jax.sharding.AbstractMesh((), ())
-_NOWHERE = jax.NamedSharding(_NO_MESH, jax.P())
 _BODIES = ("jaxpr", "cond_jaxpr", "body_jaxpr", "branches")
 
 
@@ -173,9 +173,10 @@ def _off_mesh(eqn: JaxprEqn, *args):
 
 def _without_mesh(body: Jaxpr) -> Jaxpr:
     """A body whose types name no mesh."""
-    if all(getattr(x, "sharding", _NOWHERE).mesh.empty for x in body.in_avals):
+    avals = [x for x in body.in_avals if isinstance(x, ShapedArray)]
+    if all(x.sharding.mesh.empty for x in avals):
         return body
-    structs = [jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=x.weak_type) for x in body.in_avals]
+    structs = [jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=x.weak_type) for x in avals]
     with no_mesh():
         return jax.make_jaxpr(interpret(body, _FLATTEN, default=bind))(*structs)
 
