@@ -172,7 +172,10 @@ def _program(primitive, params: tuple, avals: tuple) -> Jaxpr:
     call |= {"outs": module._layouts(*avals, **call).results}
     call |= {"implementation": "blockwise"} if "implementation" in call else {}
     # The map's own loops, which run seldom, would count as loops over tiles.
-    call |= {"kinds": functools.partial(block_map, exact=False), "device": Device("cpu")}
+    call |= {
+        "kinds": functools.partial(block_map, exact=False),
+        "device": Device("cpu", counted=True),
+    }
     impl = functools.partial(module._impl, **call, origin=(0, 0))
     return jax.make_jaxpr(impl)(*avals)
 

@@ -1,10 +1,13 @@
 """Everything that a score mod may read, in one program: derivatives by differences and by bits."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
-from tests.oracle import once
+from tests.oracle import assert_as_right_as, in_float64, once
 from xform.primitives.attention import flex_attention
 from xform.primitives.masks import causal
 
@@ -65,6 +68,50 @@ def test_first_and_second_derivatives_are_those_of_differences():
         for a, b in zip(*map(jax.tree.leaves, (found, true)), strict=True):
             assert (np.abs(b) > 1e-6).any()
             np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.slow)])
+def test_gradients_of_captures_do_not_know_that_inputs_are_narrow(dtype, sinks):
+    """They are sums of scores' derivatives, which add up to zero over a row if weights agree.
+
+    A float32 program judges, and each kind is many numbers, so that none is right by luck. With
+    sinks the output's cotangent is rounded before it meets values, and only what shifts a row's
+    scores alike is exact: without any, its gradient is nothing at all.
+    """
+    rng = np.random.default_rng(0)
+    normal = lambda *shape, dtype=dtype: jnp.asarray(rng.normal(size=shape), dtype)
+    q, ct = normal(2, 96, 2, 16), normal(2, 96, 2, 16)
+    k, v = normal(2, 96, 1, 16), normal(2, 96, 1, 16)
+    shapes = {
+        "shift": (2, 96), "temperature": (2, 96), "slopes": (2, 96), "row": (96,),
+        "column": (96,), "table": (192,),
+    }  # fmt: skip
+    captures = {name: normal(*shape, dtype="float32") for name, shape in shapes.items()}
+    options = {"sinks": normal(2, dtype="float32")} if sinks else {}
+
+    def grads(c, q, k, v, ct, options, how):
+        def total(c):
+            out = flex_attention(
+                q, k, v, score_mod=score(c), mask_mod=causal(), implementation=how, **options
+            )
+            return jnp.vdot(out.astype(wide), ct.astype(wide))
+
+        wide = jnp.promote_types(q.dtype, "float32")
+        found = jax.grad(total)(c)
+        return {"shift": found["shift"]} if sinks else found
+
+    def score(c):
+        return lambda s, b, h, q, k: (
+            s * jnp.exp(c["temperature"][h, q]) + c["shift"][h, q] + c["row"][q] * c["column"][k]
+            - c["slopes"][h, q] * jnp.abs(q - k) + c["table"][q - k + 96]
+        )  # fmt: skip
+
+    dense = partial(grads, how="reference")
+    inputs = captures, q, k, v, ct, options
+    found = once(partial(grads, how="blockwise"), *inputs)
+    judge = once(dense, *jax.tree.map(lambda x: x.astype("float32"), inputs))
+    assert_as_right_as(found, judge, in_float64(dense, *inputs))
 
 
 def test_gradients_over_many_tiles_have_the_same_bits_twice():

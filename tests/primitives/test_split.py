@@ -63,6 +63,33 @@ def attend(x, ids, how=None, aux=("lse",)):
     )  # fmt: skip
 
 
+def changes_what_it_reads(x):
+    """A score of arrays that it reads as a whole, as JAX writes it for arrays on a mesh."""
+
+    def score(s, b, h, q, k):
+        table = x["table"].at[q % 16].set(0.5)
+        return jax.lax.fori_loop(0, 2, lambda n, s: s + table[k % 16 + n] * x["slopes"][h], s)
+
+    return score
+
+
+@pytest.mark.parametrize(
+    "types", ["explicit", *(pytest.param(t, marks=pytest.mark.slow) for t in ("auto", SET))]
+)
+def test_a_mod_may_change_and_loop_over_arrays_that_lie_on_a_mesh(types):
+    def f(x):
+        out = flex_attention(x["q"], x["k"], x["v"], score_mod=changes_what_it_reads(x))
+        return jnp.sin(out).sum()
+
+    x, _ = inputs()
+    grads = jax.jit(jax.grad(f), compiler_options=UNOPTIMISED)
+    true = grads(x)
+    with entered(types):
+        found = grads(place(types, x, {"q": P("dp"), "k": P("dp"), "v": P("dp")}))
+    for name in ("q", "slopes", "table"):
+        np.testing.assert_allclose(found[name], true[name], rtol=1e-5, atol=1e-6)
+
+
 def loss(x, ids, how=None, aux=("lse",)):
     out, more = attend(x, ids, how, aux)
     return jnp.sin(out).sum() + sum(jnp.cos(3 * a).sum() for a in jax.tree.leaves(more))

@@ -55,7 +55,16 @@ KINDS = {
 }  # fmt: skip
 
 
-QUICK = {"a branch in a loop", "an array changed by the query"}
+# Made of the key: where hidden, they stand at another pair of it, and not of the query.
+OF_KEYS = {
+    "an array changed by the key": lambda s, h, q, k, t: (
+        s + t.at[k % len(t)].set(0.0)[q % len(t)]
+    ),
+    "a loop over an array of the key": lambda s, h, q, k, t: (
+        s + lax.fori_loop(0, 2, lambda i, t: t.at[(k + i) % len(t)].add(1.0), t)[q % len(t)]
+    ),
+}  # fmt: skip
+QUICK = {"a branch in a loop", "an array changed by the query", "an array changed by the key"}
 
 
 def of_all(s, h, q, k, t):
@@ -80,9 +89,14 @@ def inputs(length, table, dtype: Any = np.float64):
 
 
 @pytest.mark.parametrize(
-    "kind", [of_all, *(pytest.param(f, marks=pytest.mark.slow) for f in KINDS.values())],
-    ids=["all", *KINDS],
-)  # fmt: skip
+    "kind",
+    [
+        of_all,
+        OF_KEYS["a loop over an array of the key"],
+        *(pytest.param(f, marks=pytest.mark.slow) for f in KINDS.values()),
+    ],
+    ids=["all", "of keys", *KINDS],
+)
 def test_no_pass_makes_an_array_of_each_pair(kind):
     """Temporaries of a compiled gradient, in which the forward pass is.
 
@@ -99,10 +113,10 @@ def test_no_pass_makes_an_array_of_each_pair(kind):
         pytest.param(of_all, 400, marks=pytest.mark.slow),
         *(
             pytest.param(f, 24, marks=() if n in QUICK else pytest.mark.slow)
-            for n, f in KINDS.items()
+            for n, f in (KINDS | OF_KEYS).items()
         ),
     ],
-    ids=["all, many tiles", *KINDS],
+    ids=["all, many tiles", *KINDS, *OF_KEYS],
 )
 def test_values_and_gradients_are_the_dense_ones(kind, length):
     """In float64, in full tiles and partial ones; second derivatives of each kind by itself."""
@@ -118,6 +132,17 @@ def test_values_and_gradients_are_the_dense_ones(kind, length):
     with jax.enable_x64(True):
         x = inputs(length, 16)
         assert_close(*(once(program(how), *x) for how in (None, "reference")))
+
+
+def test_an_array_of_each_pair_that_no_tile_can_hold_is_named_with_its_line():
+    kind = lambda s, h, q, k, t: s + t.at[(q + k) % len(t)].set(0.0)[0]
+    x = [jax.ShapeDtypeStruct(a.shape, jnp.float32) for a in inputs(512, 4096)]
+    where = (
+        r"array of each pair.*`scatter` \(at .*arrays.py:\d+ .*float32\[.*4096\].*jax.vmap\(make\)"
+    )
+    for mask in (causal(), None):
+        with pytest.raises(NotImplementedError, match=where):
+            jax.jit(loss(kind, mask)).lower(*x)
 
 
 def assert_close(found, true):

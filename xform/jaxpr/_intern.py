@@ -15,6 +15,8 @@ from jax.core import Trace, Tracer
 from xform._compat import DebugInfo, EqualStore, Jaxpr, Literal, Store, Unhashable, WrappedFun
 
 _canonical: weakref.WeakValueDictionary[Hashable, Jaxpr] = weakref.WeakValueDictionary()
+# Of one that came again, as it came last.
+_latest: weakref.WeakKeyDictionary[Jaxpr, Jaxpr] = weakref.WeakKeyDictionary()
 
 
 def intern(jaxpr: Jaxpr) -> Jaxpr:
@@ -38,7 +40,17 @@ def intern(jaxpr: Jaxpr) -> Jaxpr:
     >>> a is b, intern(a) is intern(b)
     (False, True)
     """
-    return _canonical.setdefault(_fingerprint(jaxpr), jaxpr)
+    found = _canonical.setdefault(_fingerprint(jaxpr), jaxpr)
+    if found is jaxpr:
+        _latest.pop(found, None)
+    else:
+        _latest[found] = jaxpr
+    return found
+
+
+def latest(jaxpr: Jaxpr) -> Jaxpr:
+    """Returns the program last interned as `jaxpr`: errors are about its lines."""
+    return _latest.get(jaxpr, jaxpr)
 
 
 def _fingerprint(jaxpr: Jaxpr) -> Hashable:

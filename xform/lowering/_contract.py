@@ -44,6 +44,17 @@ def wide_of(dtype) -> jnp.dtype:
     return jnp.dtype(jnp.float64 if dtype == jnp.float64 else jnp.float32)
 
 
+def rounded(x, dtype):
+    """`x` with the digits and the range of `dtype`, in its own dtype: what a product makes of it.
+
+    By `reduce_precision`, since compilers leave out a cast to and fro.
+    """
+    if x.dtype == dtype:
+        return x
+    bits = jnp.finfo(dtype)
+    return lax.reduce_precision(x, int(bits.nexp), int(bits.nmant))
+
+
 # The operands from which each output is made; the dimensions of each, `i` for a pair (g, q); and
 # which of them is summed over.
 _OPERANDS: dict[Role, tuple[Role, Role]] = {

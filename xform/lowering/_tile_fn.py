@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
@@ -29,8 +28,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from xform._compat import jaxpr_as_fun
 from xform.jaxpr import walk
+from xform.jaxpr._intern import latest
+from xform.lowering._at_pairs import modified
 from xform.lowering._contract import contract
 from xform.lowering._dropout import kept
 from xform.lowering._spec import At, Read, Spec
@@ -60,12 +60,12 @@ def scores(spec: Spec, at: At, q, k, shared):
     """Modified scores of a tile, `[g,q,k]`, minus infinity where hidden.
 
     In a partial tile the mod sees 0 instead of what is hidden: then whatever its value and its
-    derivative are there, NaN included, goes nowhere. (Arrays: see `_at_visible_pairs`.)
+    derivative are there, NaN included, goes nowhere. (Arrays: see `_at_pairs`.)
     """
     q = q if spec.scale_scores else q * jnp.asarray(spec.scale, q.dtype)
-    s = _contract(spec, at, q, k, "tile")
+    s = _contract(at, q, k, "tile", spec.dtype)
     if spec.scale_scores or spec.score is not None:
-        s = _rounded_once(partial(_modified, spec, at), s, *(x for group in shared for x in group))
+        s = _rounded_once(partial(modified, spec, at), s, *(x for group in shared for x in group))
     return s if at.visible is None else jnp.where(at.visible, s, -jnp.inf)
 
 
@@ -90,87 +90,15 @@ def _rounded_once(f, *args):
     return once(*args)
 
 
-def weighted(spec: Spec, at: At, p, v):
-    """`sum_j p_ij v_j` over a tile, `[g,q,v]`, after dropout."""
+def weighted(spec: Spec, at: At, p, v, dtype=None):
+    """`sum_j p_ij v_j` over a tile, `[g,q,v]`, after dropout; of operands rounded to `dtype`."""
     if spec.dropout:
         p = p * at.over("hqk", partial(kept, at.key, spec.dropout)).astype(p.dtype)
-    return _contract(spec, at, p, v, "row")
+    return _contract(at, p, v, "row", dtype or spec.dtype)
 
 
-def _modified(spec: Spec, at: At, s, *loaded):
-    """The scale and the score mod at every point of a tile."""
-    s = s * jnp.asarray(spec.scale, s.dtype) if spec.scale_scores else s
-    if spec.score is None:
-        return s
-    mod = jaxpr_as_fun(spec.score)
-    reads = [read for group in spec.reads for read in group]
-    dims = ("hqk", *(read.dims for read in reads))
-    if at.visible is None:
-        unmasked = lambda b, h, q, k, s, *reads: mod(s, b, h, q, k, *reads)[0]
-        return at.over("hqk", unmasked, s, *loaded, arg_dims=dims)
-    if any(read.shape for read in reads):
-        return _at_visible_pairs(mod, at, at.visible, dims, s, *loaded)
-
-    def masked(b, h, q, k, visible, s, *reads):
-        s, *reads = (jnp.where(visible, x, jnp.zeros_like(x)) for x in (s, *reads))
-        return mod(s, b, h, q, k, *reads)[0]
-
-    visible = jnp.broadcast_to(at.visible, s.shape)
-    return at.over("hqk", masked, visible, s, *loaded, arg_dims=("hqk", *dims))
-
-
-def _at_visible_pairs(mod: Callable, at: At, visible, dims: Sequence[str], *loaded):
-    """A mod that reads arrays, at every point of a partial tile.
-
-    With a 0 in the place of what is hidden, an array that all pairs share would become one of each
-    pair. So at a hidden pair the mod sees a visible one of the same query, or of another query
-    where this has none: its derivative there is one that is wanted anyway, times a cotangent of 0.
-    What belongs to a query alone stays so, and what belongs to all is as it was.
-    """
-    visible = visible.any(0)  # the heads of a unit share their mask
-    some = visible.any(1)
-    row = jnp.where(some, jnp.arange(len(some)), some.argmax())
-    key = visible.argmax(1)[row]
-    at = dataclasses.replace(at, q=at.q[row])
-
-    def chosen(x, dims: str):
-        """What pairs have of `x`, and what those have that are hidden: None if that is the same."""
-        x = jnp.take(x, row, axis=dims.index("q")) if "q" in dims else x
-        if "k" not in dims:
-            return _held(x, some.any()) if jnp.issubdtype(x.dtype, jnp.floating) else x, None, ""
-        outer = "hq" if "h" in dims else "q"
-        other = at.over(outer, lambda b, h, q, k, x, j: x[j], x, key, arg_dims=(dims, "q"))
-        return x, lax.stop_gradient(other), outer
-
-    everywhere, hidden, hidden_dims = zip(*map(chosen, loaded, dims), strict=True)
-
-    def masked(b, h, q, k, visible, other, *values):
-        there, hidden = values[: len(loaded)], values[len(loaded) :]
-        pairs = zip((k, *there), (other, *hidden), strict=True)
-        k, s, *reads = (x if y is None else jnp.where(visible, x, y) for x, y in pairs)
-        return mod(s, b, h, q, k, *reads)[0]
-
-    return at.over(
-        "hqk", masked, visible, at.k[key], *everywhere, *hidden,
-        arg_dims=("qk", "q", *dims, *hidden_dims),
-    )  # fmt: skip
-
-
-@jax.custom_jvp
-def _held(x, moves):
-    """`x`, whose derivative is 0 unless it `moves`: then nothing is copied in the forward pass."""
-    del moves
-    return x
-
-
-@_held.defjvp
-def _(primals, tangents):
-    x, moves = primals
-    return x, jnp.where(moves, tangents[0], 0)
-
-
-def _contract(spec: Spec, at: At, x, y, out):
-    return contract(x, y, out=out, dtype=spec.dtype, visible=at.visible, finite=at.finite)
+def _contract(at: At, x, y, out, dtype):
+    return contract(x, y, out=out, dtype=dtype, visible=at.visible, finite=at.finite)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -315,7 +243,8 @@ class Transpose:
         except ValueError as error:
             if not str(error).startswith("Reverse-mode differentiation"):
                 raise
-            loops = [at.line for at in walk(self.spec.score) if at.eqn.primitive is lax.while_p]
+            sites = walk(latest(self.spec.score))
+            loops = [at.line for at in sites if at.eqn.primitive is lax.while_p]
             raise NotImplementedError(
                 f"`score_mod` has a loop, `while` (at {', '.join(dict.fromkeys(loops))}), "
                 "whose length is not known before it runs, and so no gradient in reverse mode. "
@@ -334,7 +263,7 @@ def raise_underivable(spec: Any, error: Exception) -> None:
     if words.startswith("`") or not re.search("(?i)differentiation|gradient|autodiff", words):
         return
     named = {_CALLED.get(word, word) for word in re.findall(r"\w+?(?=_grad_|\b)", words.lower())}
-    sites = [site for site in walk(spec.score) if site.eqn.primitive.name in named]
+    sites = [site for site in walk(latest(spec.score)) if site.eqn.primitive.name in named]
     lines = ", ".join(dict.fromkeys(f"`{x.eqn.primitive.name}` (at {x.line})" for x in sites))
     raise NotImplementedError(
         f"`score_mod` has no such derivative: {lines or 'an operation of it'}: {words}. Write "

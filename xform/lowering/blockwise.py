@@ -156,7 +156,7 @@ def _loop(count: int, body: Callable, carry):
 
 def attend(
     spec: Spec, block_map: BlockMap, hidden: int, q, k, v, captures, context, *,
-    origin=(0, 0), peak: bool = False,
+    origin=(0, 0), peak: bool = False, weights=None,
 ):  # fmt: skip
     """The forward pass.
 
@@ -169,6 +169,7 @@ def attend(
       context: arrays that masks and indices read, `[*hidden,...]`.
       origin: the b and h of the first unit, where these arrays are a device's part of others.
       peak: whether to say where the maximum is.
+      weights: what weights and values are rounded to where they meet; the spec's dtype if None.
 
     Returns:
       out `[*hidden,B,T,H,V]`, the maximum of each row's scores and the sum of their exponentials
@@ -181,7 +182,7 @@ def attend(
     def unit(b, h, q, k, v, *arrays):
         captures, context = arrays[: len(spec.reads)], arrays[len(spec.reads) :]
         grid = Grid.of(row, col, spec, spec.unit(b, h, context, finite), block_map)
-        return _attend_unit(grid, q, k, v, captures, peak)
+        return _attend_unit(grid, q, k, v, captures, peak, weights)
 
     operands = [
         *units.index(origin),
@@ -192,7 +193,7 @@ def attend(
     return [units.user_rows(x, row.length) for x in results]
 
 
-def _attend_unit(grid: Grid, q, k, v, captures, peak: bool):
+def _attend_unit(grid: Grid, q, k, v, captures, peak: bool, weights):
     """Online softmax of one unit: out `[g,T,V]`, maximum, sum and, with `peak`, argmax `[g,T]`."""
     spec, wide = grid.spec, grid.spec.wide
     shape = (q.shape[0], grid.row.tile)
@@ -208,7 +209,7 @@ def _attend_unit(grid: Grid, q, k, v, captures, peak: bool):
             highest = s.max(-1)
             new = jnp.maximum(top, highest)
             e, keep = jnp.exp(s - base(new)[..., None]), jnp.exp(top - base(new))
-            ev = weighted(spec, at, e, grid.col.take(v, j))
+            ev = weighted(spec, at, e, grid.col.take(v, j), weights)
             argmax = [jnp.where(highest > top, at.k[s.argmax(-1)], x) for x in argmax]
             return new, total * keep + e.sum(-1), acc * keep[..., None] + ev, *argmax
 

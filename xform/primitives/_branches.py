@@ -54,13 +54,23 @@ def _unpack(values: Sequence[_Value]) -> list:
     return [v.x for v in values]
 
 
+def _of_line(rule: Callable) -> Callable:
+    """`rule`, whose equations are of the user's line, where they know no other."""
+
+    def run(eqn: JaxprEqn, *args: _Value):
+        with at_line(eqn):
+            return rule(eqn, *args)
+
+    return run
+
+
 class _Chooser:
     """Runs a program of `_Value`s; bodies of loops, and branches that stay, are traced again."""
 
     def __init__(self, bind: Callable, keep: Rules):
         self.bind = bind
         own = {"cond": self._cond, "scan": self._scan, "while": self._while, "jit": self._call}
-        self.rules: dict[Any, Any] = {name: eqn_rule(rule) for name, rule in own.items()}
+        self.rules: dict[Any, Any] = {name: eqn_rule(_of_line(rule)) for name, rule in own.items()}
         self.rules |= {key: eqn_rule(self._as_it_is) for key in keep}
 
     def run(self, program: Jaxpr, args: Sequence[_Value]) -> list[_Value]:
@@ -72,9 +82,7 @@ class _Chooser:
         return [_Value(x, moves) for x in out] if several else _Value(out, moves)
 
     def _call(self, eqn: JaxprEqn, *args: _Value):
-        """A body whose equations know no line of the user's have that of the call."""
-        with at_line(eqn):
-            return self.run(eqn.params["jaxpr"], args)
+        return self.run(eqn.params["jaxpr"], args)
 
     def _cond(self, eqn: JaxprEqn, index: _Value, *operands: _Value):
         branches = eqn.params["branches"]

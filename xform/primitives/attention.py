@@ -31,18 +31,23 @@ from jaxtyping import Array, Float
 
 from xform._compat import Primitive
 from xform.lowering import blockwise, reference
-from xform.lowering._contract import wide_of
+from xform.lowering._contract import rounded, wide_of
 from xform.lowering._dropout import threefry
 from xform.lowering._spec import Spec
 from xform.lowering._tile_fn import COL, ROW, Attend, Jvp, Peak, Transpose, base, log_sum
-from xform.primitives._choose import IMPLEMENTATIONS, Choice, choose, choose_for_sum, default_device
-from xform.primitives._mods import open_mods, take_apart
-from xform.primitives._objects import Mod, Shape
+from xform.primitives._attention_checks import (
+    check_arguments,
+    check_mods,
+    check_places,
+    of_pairs,
+)
+from xform.primitives._choose import Choice, choose, choose_for_sum, default_device
+from xform.primitives._mods import take_apart
+from xform.primitives._objects import Shape
 from xform.primitives._own import of_context, of_reads
 from xform.primitives._rules import (
     add_hidden_dim,
     broadcast_like,
-    check_sizes,
     from_numpy,
     hidden_sizes,
     join_axes,
@@ -65,12 +70,6 @@ class Aux(NamedTuple):
 
     lse: Float[Array, "B T H"] | None = None
     max: Float[Array, "B T H"] | None = None
-
-
-_AUX = ("lse", "max")
-_DTYPES = ("bfloat16", "float16", "float32", "float64")
-# Positions, and those of a last tile that sticks out, are int32.
-_LONGEST = 2**30
 
 
 class _Options(TypedDict, total=False):
@@ -161,9 +160,9 @@ def flex_attention(
     """
     aux = (aux,) if isinstance(aux, str) else aux
     q, k, v, sinks = from_numpy(q, k, v, sinks)
-    _check(q, k, v, sinks, dropout_rate, dropout_key, aux, implementation)
+    check_arguments(q, k, v, sinks, dropout_rate, dropout_key, aux, implementation)
     shape = Shape(q.shape[0], q.shape[2], q.shape[1], k.shape[1])
-    _check_mods(score_mod, mask_mod, scale, shape)
+    check_mods(score_mod, mask_mod, scale, shape)
     score_mod, mask_mod = of_pairs(shape, score_mod, mask_mod)
     scale = max(1, q.shape[-1]) ** -0.5 if scale is None else scale
     size = v.shape[-1]
@@ -255,7 +254,7 @@ def which(
     scale = options.get("scale")
     shape = Shape(q.shape[0], q.shape[2], q.shape[1], k.shape[1])
     mods = options.get("score_mod"), options.get("mask_mod")
-    _check_mods(*mods, scale, shape)
+    check_mods(*mods, scale, shape)
     score, mask = of_pairs(shape, *mods)
     spec, captures, context = _traced(
         q, score, mask, q.shape[-1] ** -0.5 if scale is None else scale,
@@ -299,15 +298,6 @@ def _map_sizes(name: str, spec: Spec, captures, context, q, k, v, device) -> dic
         if row.count == col.count == 1:
             return {}
     return {"maps": maps, "q_len": t, "kv_len": s, "q_tile": sizes[0], "kv_tile": sizes[1]}
-
-
-def _is_key(key) -> bool:
-    """Whether it is a key, or an array of them, of either form."""
-    try:
-        jax.random.key_data(key)
-    except TypeError:
-        return False
-    return hasattr(key, "dtype")
 
 
 def _key_data(key):
@@ -385,7 +375,12 @@ def _impl(
 
         options = dict(origin=origin, dtype=dtype, device=device.kind)
         return mosaic_gpu.attend(spec, kinds, *arrays, **options)
-    out, top, total, *argmax = blockwise.attend(spec, kinds, *arrays, origin=origin, peak=peak)
+    # A wide output becomes the "delta" of a row's derivatives, which add up to zero only if both
+    # are made of the same weights; on a CPU, unrounded ones cost a few percent of a backward pass.
+    exact = device.platform == "cpu" and not device.counted
+    out, top, total, *argmax = blockwise.attend(
+        spec, kinds, *arrays, origin=origin, peak=peak, weights=dtype if exact else None
+    )
     return [out.astype(dtype), top, total, *((top, *argmax) if peak else ())]
 
 
@@ -420,7 +415,9 @@ def _jvp(primals, tangents, *, spec, hidden, dtype, peak, implementation):
     d_out = (d_sum - d_one[..., None] * out) * blockwise.inverse(total * norm)[..., None]
     d_total = d_one * fixed
     values = [out.astype(dtype), top, total, *maximum]
-    derivatives = [d_out.astype(dtype), ad.Zero(jax.typeof(top)), d_total]
+    # The cotangent of a wide output is rounded as products of it are, so that "delta" agrees.
+    d_out = d_out.astype(dtype) if dtype == spec.dtype else rounded(d_out, spec.dtype)
+    derivatives = [d_out, ad.Zero(jax.typeof(top)), d_total]
     if peak:
         argmax = maximum[1]
         d_max = _d_max(primals, tangents, top, argmax, spec=spec, hidden=hidden)
@@ -493,112 +490,3 @@ ad.primitive_jvps[flex_attention_p] = _jvp
 ad.primitive_transposes[flex_attention_p] = _transpose
 pe.custom_partial_eval_rules[flex_attention_p] = _partial_eval
 batching.primitive_batchers[flex_attention_p] = _batch
-
-
-def _check(
-    q, k, v, sinks, dropout_rate, dropout_key, aux, implementation, *, caller="flex_attention"
-) -> None:
-    """Raises one error that lists everything wrong with the arguments."""
-    wrong = []
-    arrays = {"q": q, "k": k, "v": v} | ({} if sinks is None else {"sinks": sinks})
-    for name, x in arrays.items():
-        if not (hasattr(x, "shape") and hasattr(x, "dtype")):
-            wrong.append(f"`{name}` is of type {type(x).__name__}; needed is an array")
-    if not isinstance(aux, Sequence) or not all(isinstance(name, str) for name in aux):
-        wrong.append(f"`aux` is {aux!r}; needed is a tuple of names")
-    if not isinstance(dropout_rate, int | float | jax.Array | np.number):
-        wrong.append(f"`dropout_rate` is {dropout_rate!r}; needed is a number")
-    if dropout_key is not None and not _is_key(dropout_key):
-        found = jax.typeof(dropout_key).str_short() if hasattr(dropout_key, "dtype") else ""
-        wrong.append(
-            f"`dropout_key` is {found or repr(dropout_key)}; needed is a key, "
-            "`jax.random.key(seed)`"
-        )
-    if wrong:
-        raise TypeError(f"{caller}: {'; '.join(wrong)}.")
-    check_sizes(caller, **arrays)
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if x.ndim != 4:
-            wrong.append(
-                f"`{name}` has shape {x.shape}; needed are 4 dimensions, [B, length, heads, size]"
-            )
-        if x.dtype not in _DTYPES:
-            wrong.append(f"`{name}` has dtype {x.dtype}; needed is one of {', '.join(_DTYPES)}")
-    if not wrong:
-        wrong += _misfits(q, k, v, sinks)
-    if isinstance(dropout_rate, jax.Array):
-        raise ValueError(f"{caller}: `dropout_rate` is an array; needed is a Python number.")
-    if not 0 <= dropout_rate < 1:
-        wrong.append(f"`dropout_rate` is {dropout_rate}; needed is a probability below 1")
-    if dropout_rate and dropout_key is None:
-        wrong.append(f"`dropout_rate` is {dropout_rate} and there is no `dropout_key`")
-    if dropout_key is not None and jax.random.key_data(dropout_key).ndim != 1:
-        wrong.append(f"`dropout_key` has shape {dropout_key.shape}; needed is one key")
-    if unknown := [name for name in aux if name not in _AUX]:
-        wrong.append(f"`aux` asks for {unknown}; there is {list(_AUX)}")
-    if implementation not in IMPLEMENTATIONS:
-        wrong.append(f"`implementation` is {implementation!r}; there is {list(IMPLEMENTATIONS)}")
-    if wrong:
-        raise ValueError(f"{caller}: {'; '.join(wrong)}.")
-
-
-def _check_mods(score_mod, mask_mod, scale, shape: Shape, caller="flex_attention") -> None:
-    for name, mod in (("score_mod", score_mod), ("mask_mod", mask_mod)):
-        if isinstance(mod, type):
-            raise TypeError(f"`{name}` is the class `{mod.__name__}`: call it, `{mod.__name__}()`.")
-        if mod is not None and not callable(mod):
-            raise TypeError(
-                f"`{name}` must be a function of scalars, found {type(mod).__name__}. Of an array, "
-                "make one: `lambda b, h, q_idx, kv_idx: array[q_idx, kv_idx]`, whose array has an "
-                "entry for each query and key."
-            )
-    mods = [mod for mod in (score_mod, mask_mod) if isinstance(mod, Mod)]
-    if wrong := [words for mod in mods for words in mod.misfits(shape)]:
-        raise ValueError(f"{caller}: {'; '.join(wrong)}.")
-    if not (scale is None or isinstance(scale, int | float) or hasattr(scale, "dtype")):
-        raise TypeError(f"`scale` is {scale!r}; needed is a number or a scalar array.")
-    if scale is not None and jnp.shape(scale):
-        raise ValueError(f"`scale` must be a scalar, found shape {jnp.shape(scale)}.")
-    if scale is not None and jnp.iscomplexobj(scale):
-        raise TypeError(f"`scale` is {scale!r}; needed is a real number.")
-
-
-def of_pairs(sizes: Sequence[int | None], *mods: Callable | None) -> tuple[Callable | None, ...]:
-    """Returns the mods, each None where there is no pair of a query and a key to ask them about.
-
-    Arrays that are made for none are empty, and nothing can be read from them, not even in a trace.
-    """
-    return (None,) * len(mods) if 0 in sizes else mods
-
-
-def check_places(q, score_mod, mask_mod, shape: Shape, caller: str = "flex_attention") -> None:
-    """Raises if the mods read arrays that are too short for `shape`.
-
-    For whoever calls them at other indices than their own, or does not trace them.
-    """
-    open_mods(score_mod, mask_mod, wide_of(q.dtype), shape, caller)
-
-
-def _misfits(q, k, v, sinks) -> list[str]:
-    (b, t, h, d), (_, s, kv, _) = q.shape, k.shape
-    wrong = []
-    if (longest := max(t, s)) > _LONGEST:
-        wrong.append(f"{longest:,} positions; indices are int32, needed are at most {_LONGEST:,}")
-    if not q.dtype == k.dtype == v.dtype:
-        wrong.append(f"dtypes differ (q {q.dtype}, k {k.dtype}, v {v.dtype}): cast them to one")
-    if k.shape != (b, s, kv, d):
-        wrong.append(
-            f"`k` has shape {k.shape}; with q {q.shape} it needs batch {b} and head size {d}"
-        )
-    if v.shape[:3] != (b, s, kv):
-        wrong.append(
-            f"`v` has shape {v.shape}; with q {q.shape} and k {k.shape} "
-            f"it needs [{b}, {s}, {kv}, V]"
-        )
-    if kv == 0 or h % kv:
-        wrong.append(f"{h} query heads are no multiple of {kv} key/value heads")
-    if sinks is not None and sinks.shape != (h,):
-        wrong.append(f"`sinks` has shape {sinks.shape}; needed is one per query head, ({h},)")
-    if sinks is not None and not jnp.issubdtype(sinks.dtype, jnp.floating):
-        wrong.append(f"`sinks` has dtype {sinks.dtype}; needed is a floating-point dtype")
-    return wrong

@@ -11,9 +11,10 @@ from jax import Array
 from jax.typing import ArrayLike
 from jaxtyping import Float
 
+from xform.primitives._attention_checks import check_arguments
 from xform.primitives._objects import known
 from xform.primitives._rules import from_numpy
-from xform.primitives.attention import _check, flex_attention
+from xform.primitives.attention import flex_attention
 from xform.primitives.masks import Mask, as_mask, causal, full, lengths, sliding_window
 from xform.primitives.scores import alibi, as_score, softcap
 
@@ -56,7 +57,7 @@ def flash_attention(
     """
     _check_options(options, causal)
     q, k, v = from_numpy(q, k, v)
-    _check(q, k, v, None, 0.0, None, (), None, caller="flash_attention")
+    check_arguments(q, k, v, None, 0.0, None, (), None, caller="flash_attention")
     at = q.shape[1], k.shape[1]
     needed = [q.shape[2]], [q.shape[0], q.shape[2]]
     if alibi_slopes is not None and list(jnp.shape(alibi_slopes)) not in needed:
@@ -183,7 +184,9 @@ def dot_product_attention(
     query, key, value = (jnp.asarray(x) for x in (query, key, value))
     given = query.shape[:-1]
     query, key, value = (x.reshape((1,) * (4 - x.ndim) + x.shape) for x in (query, key, value))
-    _check(query, key, value, None, 0.0, None, (), implementation, caller="dot_product_attention")
+    check_arguments(
+        query, key, value, None, 0.0, None, (), implementation, caller="dot_product_attention"
+    )
     sees: Mask = causal() if is_causal else full()
     if local_window_size is not None:
         # JAX takes a pair in any form, one array of both numbers too.

@@ -30,17 +30,19 @@ from xform._compat import varying_axes
 from xform.lowering._contract import wide_of
 from xform.lowering._tile_fn import base, log_sum
 from xform.lowering.blockwise import inverse
+from xform.primitives._attention_checks import (
+    check_arguments,
+    check_mods,
+    check_places,
+    of_pairs,
+)
 from xform.primitives._mods import take_apart
 from xform.primitives._objects import Shape, in_text, static
 from xform.primitives._rules import check_sizes, from_numpy, join_axes
 from xform.primitives.attention import (
     Aux,
     _attend,
-    _check,
-    _check_mods,
     _with_sinks,
-    check_places,
-    of_pairs,
 )
 from xform.primitives.block_map import EMPTY, block_map
 
@@ -143,7 +145,7 @@ def decode_attention(
     """
     aux = (aux,) if isinstance(aux, str) else tuple(aux)
     q, k, v, sinks = from_numpy(q, k, v, sinks)
-    _check(q, k, v, sinks, 0.0, None, (), implementation, caller="decode_attention")
+    check_arguments(q, k, v, sinks, 0.0, None, (), implementation, caller="decode_attention")
     room = k.shape[1]
     splits, keys = _cut(q, k, splits, room)
     part = splits * keys
@@ -211,7 +213,7 @@ def paged_attention(
     _check_pages(q, k_pages, v_pages, page_table)
     (pages, size), (_, room) = k_pages.shape[:2], page_table.shape
     rows = lambda x: jax.ShapeDtypeStruct((q.shape[0], room * size, *x.shape[2:]), x.dtype)
-    _check(
+    check_arguments(
         q, rows(k_pages), rows(v_pages), sinks, 0.0, None, (), implementation,
         caller="paged_attention",
     )  # fmt: skip
@@ -284,7 +286,7 @@ def _over_parts(
     # Queries and keys are counted from the beginning of a text: each has any of its positions.
     shape = Shape(q.shape[0], q.shape[2], kept.length, kept.length)
     with in_text():
-        _check_mods(score_mod, mask_mod, options["scale"], shape, caller)
+        check_mods(score_mod, mask_mod, options["scale"], shape, caller)
         score_mod, mask_mod = of_pairs((*q.shape[:3], kept.length), score_mod, mask_mod)
         check_places(q, score_mod, mask_mod, shape, caller)
     seen = _named(partial(_seen, kept, lengths, q.shape[1], mask_mod), mask_mod)

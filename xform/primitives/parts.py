@@ -23,6 +23,7 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float
 
+from xform.lowering._contract import rounded
 from xform.lowering._tile_fn import Attend, Jvp, Transpose, base, log_sum
 from xform.lowering.blockwise import inverse
 from xform.primitives._rules import join_axes
@@ -132,6 +133,7 @@ def pull_back(
     shapes = tuple(x.shape[3:] for x in inputs[:3]) + tuple(x.shape for x in inputs[3:])
     fn = Transpose(Jvp(Attend(spec), moving), linear, shapes)
     nothing = whole.total == 0  # a row that sees no key, of whose output nothing depends on it
+    d_out = rounded(d_out, spec.dtype)  # as products of it are
     d_row = jnp.where(nothing, 0, d_lse - jnp.sum(whole.out * d_out, -1))
     d_out = jnp.where(nothing[..., None], 0, d_out)
     operands = [q, whole.top, inverse(whole.total), k, v, *captures, d_out, d_row]

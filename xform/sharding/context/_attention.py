@@ -10,14 +10,12 @@ from jaxtyping import Float, PyTree
 
 from xform._compat import varying_axes
 from xform.lowering._contract import wide_of
+from xform.primitives._attention_checks import check_arguments, check_mods, check_places
 from xform.primitives._objects import Shape
 from xform.primitives.attention import (
     Aux,
-    _check,
-    _check_mods,
     _scaled,
     _with_sinks,
-    check_places,
 )
 from xform.primitives.parts import Program
 from xform.sharding._declare import declare
@@ -95,7 +93,7 @@ def attention(
     layout = _checked(q, k, v, sinks, axis, method, layout, aux, implementation)
     n, length = layout.devices, layout.length
     shape = Shape(q.shape[0], q.shape[2], length, length)
-    _check_mods(score_mod, mask_mod, scale, shape, "context.attention")
+    check_mods(score_mod, mask_mod, scale, shape, "context.attention")
     check_places(q, score_mod, mask_mod, shape, "context.attention")
     if method is None:
         method = plan(q, k, v, n, layout=layout, mask_mod=mask_mod, device=None).method
@@ -159,7 +157,7 @@ def whole[T: PyTree](tree: T, *, axis: str, layout: Layout | None = None, dim: i
 
 def _checked(q, k, v, sinks, axis: str, method, layout, aux, implementation) -> Layout:
     """The layout, once it is known that arguments fit."""
-    _check(q, k, v, sinks, 0.0, None, (), implementation, caller="context.attention")
+    check_arguments(q, k, v, sinks, 0.0, None, (), implementation, caller="context.attention")
     n, wrong = lax.axis_size(axis), []
     if missing := [
         name for name, x in (("q", q), ("k", k), ("v", v)) if axis not in varying_axes(x)

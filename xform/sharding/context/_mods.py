@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import ArrayLike
 
-from xform.primitives._mods import Opened, open_mod
+from xform.primitives._open import Opened, open_mod
 from xform.sharding.context.layouts import Layout
 
 type Place = Callable[[ArrayLike], ArrayLike]

@@ -13,7 +13,7 @@ from jax.core import Tracer
 from xform._compat import Jaxpr
 from xform.jaxpr import intern
 from xform.primitives._intervals import unknown
-from xform.primitives._mods import open_mod
+from xform.primitives._open import open_mod
 from xform.primitives.block_map import EMPTY, block_map
 
 
