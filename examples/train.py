@@ -11,6 +11,7 @@
     uv run --extra train examples/train.py --data notes/ letters.txt
     uv run --extra train examples/train.py --data train.bin --held-out val.bin \
         --separator 50256 --model.codes 50257 --tokenizer tokenizer.json
+    uv run --extra train examples/train.py --data books.parquet web.array_record --mixture 1 3
     uv run --extra train examples/train.py --resume
 
 It runs on all accelerators that JAX finds, or on a CPU split into eight virtual devices, as a mesh
@@ -44,7 +45,7 @@ import pipelined
 import several
 import updates
 from reading import data_for as data_for
-from reading import data_of, info_of, refuse_another, saved_of, tokenizer_for
+from reading import data_of, info_of, position, refuse_another, saved_of, tokenizer_for
 from settings import Config, check, known_of, wrong_processes
 from texts import complaint as complaint
 from texts import sample as sample
@@ -54,7 +55,7 @@ from xform.sharding import cpu_devices, make_mesh, settle, shardings
 from xform.sharding.pipeline import Schedule
 from xform.train import files, run
 from xform.train.checkpoint import Checkpoints
-from xform.train.data import NO_LABEL, Rows, Source, batch, count
+from xform.train.data import NO_LABEL, Rows, Source, batch, batches, count, first, rows_here
 from xform.train.metrics import Metrics
 from xform.train.tokens import TokenRows
 
@@ -128,13 +129,15 @@ def training(
         grads_of = explained(grads_of, config.explain)
     update = updates.update_of(optimizer_for(config))
     state = first_state(config, mesh) if saved is None else saved
-    for i in range(done, config.steps):
-        part = batch(rows, i, size=config.batch, seed=config.seed)
+    here = rows_here(shardings(mesh, parallel.specs_of_rows(mesh)), (config.batch, config.length))
+    options = dict(size=config.batch, seed=config.seed)
+    reader = batches(rows, done, here=here, **options)
+    for i, part in zip(range(done, config.steps), reader, strict=False):
         placed = parallel.place_rows(part, mesh)
         loss, grads = settle(grads_of(state["params"], placed))
         state, loss = settle(update(state, loss, grads))
         if not math.isfinite(loss):
-            found = origin(config, mesh, state["params"], part)
+            found = origin(config, mesh, state["params"], batch(rows, i, **options))
             raise FloatingPointError(f"step {i + 1} is not finite, and changed nothing:\n{found}")
         yield state, float(loss)
 
@@ -153,11 +156,11 @@ def evaluate(config: Config, mesh: Mesh, params: dict, rows: Source) -> float:
     mesh, layout = pipelined.flat(mesh, config.layout)
     params = jax.device_put(params, parallel.placement(layout, config.model, mesh))
     sums = parallel.sums(config.model, mesh, layout)
-    total, labels, used = 0.0, 0, min(count(rows), config.held_out_rows)
-    for i in range(0, used, config.batch):
+    total, labels, used = 0.0, 0, first(rows, config.held_out_rows)
+    for i in range(0, len(used), config.batch):
         chosen = np.arange(i, i + config.batch)
-        part = rows.take(chosen % used)
-        part.labels[chosen >= used] = NO_LABEL
+        part = rows.take(used[chosen % len(used)])
+        part.labels[chosen >= len(used)] = NO_LABEL
         loss, found = settle(sums(params, parallel.place_rows(part, mesh)))
         total, labels = total + float(loss), labels + int(found)
     return total / labels
@@ -259,7 +262,8 @@ def fit(
     """
     schedule = schedule_for(config)
     info = info or info_of(config, rows)
-    with Checkpoints(folder / "checkpoints") as checkpoints:
+    kept = dict(keep=config.keep, keep_every=config.keep_every)
+    with Checkpoints(folder / "checkpoints", **kept) as checkpoints:
         state, before = first_state(config, mesh), checkpoints.latest or 0
         if before:
             at_rest = pipelined.at_rest(state, schedule)
@@ -273,7 +277,8 @@ def fit(
                 metrics.write(done, loss=loss, tokens_per_second=rate)
                 last = several.asked_to(stop)  # asked once: what it is asked for is saved
                 if last or done == config.steps or done % config.save_every == 0:
-                    checkpoints.save(done, pipelined.at_rest(state, schedule), info)
+                    at_rest = pipelined.at_rest(state, schedule)
+                    checkpoints.save(done, at_rest, {**info, **position(config, mesh, done)})
                 if last:
                     break
     return pipelined.at_rest(state, schedule), done
