@@ -33,15 +33,15 @@ TINY = train.Config(
 
 
 class On(NamedTuple):
-    """What a part of a run is on: a mesh, and how the model lies on it."""
+    """What a part of a run is on: a mesh, and the options of the model on it."""
 
     mesh: dict[str, int]
-    options: dict = {}
+    options: dict
 
 
-WIDE = On(dict(dp=4, tp=2))
+WIDE = On(dict(dp=4, tp=2), {})
 CUBE = On(dict(dp=2, cp=2, tp=2), dict(layout=Layout(context="ring")))
-ONE = On(dict(dp=1, tp=1))
+ONE = On(dict(dp=1, tp=1), {})
 SPLIT = On(dict(dp=4, tp=2), dict(layout=Layout(fsdp=True, sequence=True)))
 PIPE = On(dict(dp=2, pp=2, tp=2), dict(pp=2, schedule="1f1b", microbatches=4))
 LONG_PIPE = On(dict(dp=1, pp=2, tp=2), dict(pp=2, schedule="zb-h1", microbatches=2))
@@ -137,7 +137,7 @@ def test_other_optimizers_go_on_bit_by_bit_and_on_another_mesh(tmp_path, monkeyp
 @pytest.mark.slow
 def test_experts_go_on_bit_by_bit_and_on_another_mesh(tmp_path):
     config = dataclasses.replace(TINY, model=MOE)
-    dealt, two = On(dict(dp=1, tp=2, ep=4)), On(dict(dp=4, tp=1, ep=2))
+    dealt, two = On(dict(dp=1, tp=2, ep=4), {}), On(dict(dp=4, tp=1, ep=2), {})
     run = lambda name, *parts: run_on(tmp_path / name, *parts, config=config)
     whole = run("whole", (dealt, STEPS))
     jax.tree.map(np.testing.assert_array_equal, run("broken", (dealt, 4), (dealt, STEPS)), whole)

@@ -154,6 +154,7 @@ class Checkpoints:
 
     def _read(self, read: Callable[[int], Any]) -> Any:
         """What is read of the newest checkpoint; if it is damaged, says which can be."""
+        self.wait()  # it may be the one that is being written
         step = self._newest()
         try:
             return read(step)
