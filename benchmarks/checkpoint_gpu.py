@@ -94,7 +94,7 @@ def interval(
 
 def main() -> None:
     """Prints a line for each round, and the stall and the memory at the end."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--folder", help="where checkpoints go; by default, a temporary one")
     parser.add_argument("--interval", type=int, default=100, help="steps to a save")
     parser.add_argument("--rounds", type=int, default=3)
@@ -102,10 +102,11 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=2048)
     parser.add_argument("--tiny", action="store_true", help="a small model, to see that it runs")
     asked = parser.parse_args()
-    sizes = dict(batch=8, length=64) if asked.tiny else dict(batch=asked.batch, length=asked.length)
+    tiny = asked.tiny
     config = train.Config(
-        model=SMALL if asked.tiny else LARGE, precision="bf16", tp=1,
-        layout=parallel.Layout(fsdp=True), steps=10**6, **sizes,
+        model=SMALL if tiny else LARGE, precision="bf16", tp=1, steps=10**6,
+        layout=parallel.Layout(fsdp=True), batch=8 if tiny else asked.batch,
+        length=64 if tiny else asked.length,
     )  # fmt: skip
     state, step = step_of(config)
     size = sum(x.nbytes for x in jax.tree.leaves(state))

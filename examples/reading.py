@@ -9,13 +9,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import jax
+import numpy as np
 from jax.sharding import Mesh
 
 from settings import FREE, Config, kinds, known_of
 from xform.train import files, order, run
 from xform.train.checkpoint import Checkpoints
 from xform.train.data import NO_LABEL, Mixture, Source, batch, count, first, order_of
-from xform.train.records import Records
 
 
 def tokenizer_for(config: Config) -> files.Tokenizer | None:
@@ -58,10 +58,12 @@ def read(
     tokenizer: files.Tokenizer | None,
     paths: list[Path],
     without: Sequence[Path] = (),
-) -> files.Documents:
+) -> Sequence[np.ndarray]:
     """Returns the documents of some files and folders, as the config says how to read them."""
-    how = dict(codes=config.model.codes, dtype=config.token_dtype, column=config.column)
-    return files.read(paths, tokenizer, without=without, **how)
+    return files.read(
+        paths, tokenizer, without=without,
+        codes=config.model.codes, dtype=config.token_dtype, column=config.column,
+    )  # fmt: skip
 
 
 def mixed(sources: list[Source], weights: tuple[float, ...]) -> Source:
@@ -164,8 +166,7 @@ def no_data(saved: dict, config: Config, error: Exception) -> str:
     """Returns in words that what is named as data can't be that of a saved run."""
     try:
         found = read(config, tokenizer_for(config), list(map(Path, config.data)))
-        size = found.ends[-1] if isinstance(found, Records) else sum(map(len, found))
-        found = f"{size:,} tokens, too few"
+        found = f"{sum(map(len, found)):,} tokens, too few"
     except (OSError, TypeError, ValueError):
         found = "none"
     reason = str(error).removesuffix(".")

@@ -31,6 +31,7 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -130,14 +131,14 @@ def training(
     update = updates.update_of(optimizer_for(config))
     state = first_state(config, mesh) if saved is None else saved
     here = rows_here(shardings(mesh, parallel.specs_of_rows(mesh)), (config.batch, config.length))
-    options = dict(size=config.batch, seed=config.seed)
-    reader = batches(rows, done, here=here, **options)
+    drawn: dict[str, Any] = dict(size=config.batch, seed=config.seed)
+    reader = batches(rows, done, here=here, **drawn)
     for i, part in zip(range(done, config.steps), reader, strict=False):
         placed = parallel.place_rows(part, mesh)
         loss, grads = settle(grads_of(state["params"], placed))
         state, loss = settle(update(state, loss, grads))
         if not math.isfinite(loss):
-            found = origin(config, mesh, state["params"], batch(rows, i, **options))
+            found = origin(config, mesh, state["params"], batch(rows, i, **drawn))
             raise FloatingPointError(f"step {i + 1} is not finite, and changed nothing:\n{found}")
         yield state, float(loss)
 
@@ -262,8 +263,8 @@ def fit(
     """
     schedule = schedule_for(config)
     info = info or info_of(config, rows)
-    kept = dict(keep=config.keep, keep_every=config.keep_every)
-    with Checkpoints(folder / "checkpoints", **kept) as checkpoints:
+    keeping = partial(Checkpoints, keep=config.keep, keep_every=config.keep_every)
+    with keeping(folder / "checkpoints") as checkpoints:
         state, before = first_state(config, mesh), checkpoints.latest or 0
         if before:
             at_rest = pipelined.at_rest(state, schedule)

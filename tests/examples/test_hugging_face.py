@@ -29,7 +29,7 @@ from xform.sharding import make_mesh
 
 TORCH = os.environ.get("XFORM_TORCH_PYTHON")
 LLAMA_3 = (8.0, 1.0, 4.0, 32.0)
-SIZES = dict(codes=48, layers=3, width=32, heads=4, kv_heads=2, head_size=10, hidden=56)
+SIZES: dict = dict(codes=48, layers=3, width=32, heads=4, kv_heads=2, head_size=10, hidden=56)
 MODELS = {
     "plain": llama.Config(**SIZES),
     "linear": llama.Config(**SIZES, rope_scaling=(4.0,), rope_base=500.0),

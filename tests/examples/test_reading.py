@@ -36,7 +36,7 @@ def texts(letter: str, size: int) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def three(tmp_path_factory) -> tuple[str, str, str]:
+def three(tmp_path_factory) -> tuple[str, ...]:
     """Parquet of `a`s, array-record of `b`s, and a folder of text of `c`s, 1 : 2 : 1 long."""
     folder = tmp_path_factory.mktemp("three")
     pq.write_table(pa.table({"text": texts("a", 100)}), folder / "a.parquet")

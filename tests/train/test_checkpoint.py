@@ -92,8 +92,8 @@ def test_a_state_comes_back_on_other_devices_with_the_axes_asked_for(tmp_path, k
         checkpoints.wait()
         for shape, spec in (((2, 4), P("b", "a")), ((4, 1), P(("a", "b"))), ((1, 1), P())):
             devices = jax.devices("cpu")[: shape[0] * shape[1]]
-            axes = dict(axis_types=(kind, kind), devices=devices)
-            at = NamedSharding(jax.make_mesh(shape, ("a", "b"), **axes), spec)
+            mesh = jax.make_mesh(shape, ("a", "b"), axis_types=(kind, kind), devices=devices)
+            at = NamedSharding(mesh, spec)
             like = jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at)
             found = checkpoints.restore({"x": like})["x"]
             np.testing.assert_array_equal(found, x)

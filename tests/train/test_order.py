@@ -15,7 +15,7 @@ from xform.train.order import fingerprint, order
 
 SIZE, SEED, LENGTH = 8, 3, 4
 ROWS = pack([np.arange(300 * LENGTH)], LENGTH)
-OPTIONS = dict(size=SIZE, seed=SEED)
+OPTIONS: dict = dict(size=SIZE, seed=SEED)
 
 
 def numbers(part: Rows) -> np.ndarray:
@@ -88,7 +88,8 @@ def test_rows_here_are_those_of_the_devices_of_this_process():
     class Two(jax.sharding.SingleDeviceSharding):
         """Of four devices that split rows, as a process sees it that has two of them."""
 
-        def addressable_devices_indices_map(self, shape):
+        def addressable_devices_indices_map(self, global_shape):
+            del global_shape
             return {0: (slice(4, 8), slice(None)), 1: (slice(12, 16), slice(None))}
 
     found = rows_here(Two(jax.devices()[0]), (16, 3))

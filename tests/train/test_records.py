@@ -44,8 +44,8 @@ def read_quietly(*paths, codes=1000, tokenizer=None, **options) -> Records:
     return found
 
 
-def documents_of(found: Records) -> list[list[int]]:
-    return [x.tolist() for x in np.split(found.tokens, found.ends)[:-1]]
+def documents_of(found) -> list[list[int]]:
+    return [x.tolist() for x in found]
 
 
 TEXT_TYPES = {

@@ -10,7 +10,7 @@ on. So a run that stops needs no loader state to go on, and reads the same sampl
 on any number of devices and processes.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -257,12 +257,13 @@ def rows_here(sharding: jax.sharding.Sharding, shape: tuple[int, int]) -> Bool[n
       shape: Of the batch: rows, and tokens in a row.
     """
     found = np.zeros(shape[0], bool)
-    for rows, _ in sharding.addressable_devices_indices_map(shape).values():
-        found[rows] = True
+    for index in sharding.addressable_devices_indices_map(shape).values():
+        if index is not None:
+            found[index[0]] = True
     return found
 
 
-def batches(rows: Source, first: int = 0, *, ahead: int = 2, **options) -> Iterator[Rows]:
+def batches(rows: Source, first: int = 0, *, ahead: int = 2, **options) -> Generator[Rows]:
     """Yields what `batch` returns, step after step; the next ones are read in the background.
 
     Args:

@@ -209,9 +209,6 @@ def _some(items: Sequence[str], most: int = 5) -> str:
 # ---- both ------------------------------------------------------------------------------------
 
 
-type Documents = Sequence[np.ndarray] | Records
-
-
 def read(
     paths: Sequence[Path],
     tokenizer: Tokenizer | None,
@@ -220,7 +217,7 @@ def read(
     dtype: str | None = None,
     column: str | None = None,
     without: Sequence[Path] = (),
-) -> Documents:
+) -> Sequence[np.ndarray]:
     """Returns the tokens of each text file, or those of each file of tokens, or those of records.
 
     Args:
@@ -312,7 +309,7 @@ def mixed(flat: Sequence[Path], text: Sequence[Path]) -> str:
     )
 
 
-def hold_out(documents: Documents) -> tuple[Documents, Documents]:
+def hold_out(documents: Sequence[np.ndarray]) -> tuple[Sequence[np.ndarray], Sequence[np.ndarray]]:
     """Returns documents to train on and to validate on: every twentieth, from the first.
 
     Where there are fewer than twenty, it is the last twentieth of each. Files of tokens are
@@ -343,7 +340,7 @@ def _are_tokens(documents: Sequence[np.ndarray]) -> bool:
 
 
 def as_rows(
-    documents: Documents, length: int, separator: int | None = None, name: str = ""
+    documents: Sequence[np.ndarray], length: int, separator: int | None = None, name: str = ""
 ) -> Source:
     """Returns rows of `length` tokens: packed documents, or those of files of tokens or records.
 

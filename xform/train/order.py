@@ -9,7 +9,7 @@ within 1 % of the smallest.
 import zlib
 from functools import lru_cache
 from itertools import accumulate, pairwise
-from typing import Protocol, runtime_checkable
+from typing import Protocol, cast, runtime_checkable
 
 import numpy as np
 
@@ -44,7 +44,7 @@ def order(counts: tuple[int, ...], weights: tuple[float, ...], seed: int) -> Ord
         grain.MapDataset.range(start, end).shuffle(seed=_seed(seed, i)).repeat()
         for i, (start, end) in enumerate(pairwise(accumulate(counts, initial=0)))
     ]
-    return parts[0] if len(parts) == 1 else grain.MapDataset.mix(parts, weights)
+    return cast(Order, parts[0] if len(parts) == 1 else grain.MapDataset.mix(parts, weights))
 
 
 def _seed(seed: int, source: int) -> int:

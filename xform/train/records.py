@@ -12,6 +12,7 @@ import os
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any, overload
 
 import numpy as np
 from jaxtyping import Int, Integer
@@ -23,8 +24,8 @@ _MOST = 1 << 16  # codes that two bytes hold
 
 
 @dataclasses.dataclass(frozen=True)
-class Records:
-    """Documents laid end to end.
+class Records(Sequence[np.ndarray]):
+    """Documents laid end to end; by number, the tokens of one.
 
     Attributes:
       tokens: Their tokens.
@@ -35,6 +36,21 @@ class Records:
     tokens: Integer[np.ndarray, "size"]
     ends: Int[np.ndarray, "documents"]
     left_out: int = 0
+
+    def __len__(self) -> int:
+        return len(self.ends)
+
+    @overload
+    def __getitem__(self, index: int) -> np.ndarray: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[np.ndarray]: ...
+
+    def __getitem__(self, index):
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        end = range(len(self))[index]
+        return self.tokens[self.ends[end - 1] if end else 0 : self.ends[end]]
 
     def split(self, place: int) -> tuple["Records", "Records"]:
         """Returns what lies before and behind a place; a document that lies across is cut."""
@@ -178,7 +194,7 @@ def _of_array_record(path: Path) -> Iterator[Sequence[bytes]]:
     if not path.is_file():  # the library would end the process
         raise FileNotFoundError(2, os.strerror(2))
     try:
-        source = grain.sources.ArrayRecordDataSource([str(path)])
+        source: Any = grain.sources.ArrayRecordDataSource([str(path)])
         for start in range(0, len(source), _AT_ONCE):
             yield source.__getitems__(range(start, min(start + _AT_ONCE, len(source))))
     except Exception as error:  # the library raises what its C++ said
