@@ -1,5 +1,6 @@
 """Weights of the Llama family as Hugging Face keeps them, in and out.
 
+    uv run --extra train examples/train.py --weights llama/ --tokenizer llama/tokenizer.json
     uv run --extra train examples/hugging_face.py --run runs/2026-11-29_22-55-00 --out weights/
 
 A folder of theirs has a `config.json` and `safetensors` files, several with an index where they are
@@ -12,7 +13,7 @@ import json
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -135,6 +136,18 @@ def description_of(config: llama.Config, length: int, *, tied: bool, dtype: str)
 # ---- in ------------------------------------------------------------------------------------------
 
 
+def model_of(folder: Path | str) -> llama.Config:
+    """Returns the model whose weights are in a folder; see `config_of`."""
+    return config_of(_json(Path(folder) / "config.json"))
+
+
+def check(folder: Path | str, model: llama.Config) -> None:
+    """Raises unless the weights in a folder are those of a model."""
+    wrong = run.differences(asdict(model_of(folder)), asdict(model))
+    if wrong:
+        raise ValueError(f"the weights in `{folder}` are of another model: {'; '.join(wrong)}.")
+
+
 def load(
     folder: Path | str, placement: PyTree | None = None, dtype: str = "float32"
 ) -> tuple[llama.Config, dict]:
@@ -165,7 +178,7 @@ def load(
             tensors.files.pop(names["unembed"], None)  # a copy
             names["unembed"] = names["embed"]
         places = _places(shapes, names)
-        _check(folder, tensors, places, shapes)
+        _check_shapes(folder, tensors, places, shapes)
 
         def read(place: Place, struct: jax.ShapeDtypeStruct, sharding) -> jax.Array:
             part = lambda index: place.read(tensors, index).astype(jnp.dtype(dtype))
@@ -212,7 +225,7 @@ def _places(params: PyTree, names: Mapping[str, str]) -> PyTree:
     return {**ends, "layers": layers}
 
 
-def _check(folder: Path, tensors: "_Tensors", places: PyTree, shapes: PyTree) -> None:
+def _check_shapes(folder: Path, tensors: "_Tensors", places: PyTree, shapes: PyTree) -> None:
     """Raises unless their tensors are those that are needed, each of its shape."""
     needed = {}
     for place, struct in zip(jax.tree.leaves(places), jax.tree.leaves(shapes), strict=True):

@@ -132,6 +132,17 @@ def placement(layout: Layout, model: llama.Config, mesh: Mesh, schedule: Schedul
     return shardings(mesh, specs_for(layout, model, mesh, schedule))
 
 
+def rest_placement(
+    layout: Layout, model: llama.Config, mesh: Mesh, schedule: Schedule | None
+) -> dict:
+    """Returns where each parameter is after `at_rest`."""
+    specs = specs_for(layout, model, mesh, schedule)
+    if schedule is not None:
+        layers = {name: P("pp", *spec[2:]) for name, spec in specs["layers"].items()}
+        specs = {**specs, "layers": layers}
+    return shardings(mesh, specs)
+
+
 def at_rest(state, schedule: Schedule | None):
     """Returns a state of training with layers in the model's order: what a checkpoint holds."""
     if schedule is None:

@@ -81,6 +81,8 @@ class Config:
     process: int = 0
     """Which one of them this is."""
 
+    weights: str | None = None
+    """A folder of Hugging Face's weights of the Llama family to begin with, whose model it is."""
     run: str | None = None
     """The run's folder; by default a new one in `runs/`, named by date and time."""
     resume: bool = False

@@ -12,6 +12,7 @@
     uv run --extra train examples/train.py --data train.bin --held-out val.bin \
         --separator 50256 --model.codes 50257 --tokenizer tokenizer.json
     uv run --extra train examples/train.py --data books.parquet web.array_record --mixture 1 3
+    uv run --extra train examples/train.py --weights llama/ --tokenizer llama/tokenizer.json
     uv run --extra train examples/train.py --resume
 
 It runs on all accelerators that JAX finds, or on a CPU split into eight virtual devices, as a mesh
@@ -40,6 +41,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from rich.progress import BarColumn, Progress, TimeRemainingColumn
 
+import hugging_face
 import llama
 import parallel
 import pipelined
@@ -110,10 +112,10 @@ def optimizer_for(config: Config) -> optax.GradientTransformation:
 
 
 def first_state(config: Config, mesh: Mesh) -> dict:
-    """Returns fresh parameters and the optimiser's state of them, all on the mesh."""
-    schedule = schedule_for(config)
+    """Returns the parameters to begin with and the optimiser's state of them, all on the mesh."""
+    schedule, optimizer = schedule_for(config), optimizer_for(config)
     return updates.first_state(
-        config.model, mesh, config.layout, schedule, optimizer_for(config), config.seed
+        config.model, mesh, config.layout, schedule, optimizer, config.seed, config.weights
     )
 
 
@@ -265,7 +267,8 @@ def fit(
     info = info or info_of(config, rows)
     keeping = partial(Checkpoints, keep=config.keep, keep_every=config.keep_every)
     with keeping(folder / "checkpoints") as checkpoints:
-        state, before = first_state(config, mesh), checkpoints.latest or 0
+        before = checkpoints.latest or 0
+        state = first_state(dataclasses.replace(config, weights=None) if before else config, mesh)
         if before:
             at_rest = pipelined.at_rest(state, schedule)
             state = restored(checkpoints, at_rest, config, info)
@@ -309,6 +312,8 @@ def main(config: Config) -> None:
     if saved:
         refuse_another(*saved, config)
     check(config)
+    if config.weights and not saved:
+        hugging_face.check(config.weights, config.model)
     mesh = mesh_for(config)
     tokenizer = tokenizer_for(config)
     rows, held_out = data_of(config, tokenizer, saved)
@@ -346,6 +351,9 @@ def from_command_line() -> Config:
     import tyro
 
     config = tyro.cli(Config)
+    if config.weights and not config.resume:
+        model = hugging_face.model_of(config.weights)
+        return tyro.cli(Config, default=dataclasses.replace(Config(), model=model))
     if not config.resume:
         return config
     folder = config.run or str(run.newest_run())

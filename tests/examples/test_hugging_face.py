@@ -4,6 +4,7 @@ The latter runs in a Python of its own, named by `XFORM_TORCH_PYTHON`, which has
 transformers; see `transformers_judge.py` beside this.
 """
 
+import dataclasses
 import json
 import os
 import shutil
@@ -83,6 +84,57 @@ def test_each_device_reads_its_own_part(written, monkeypatch):
     assert jax.tree.map(lambda x: x.sharding, params) == placement
     whole = max(x.size for x in jax.tree.leaves(params["layers"])) // config.layers
     assert max(sizes) == whole // 4
+
+
+@pytest.mark.parametrize("schedule", [None, "zb-v"])
+def test_training_begins_with_them_on_any_mesh(written, schedule):
+    train = pytest.importorskip("train")
+    pp = {} if schedule is None else {"pp": 2}
+    even = dataclasses.replace(MODELS["plain"], layers=4) if pp else MODELS["plain"]
+    folder = written / "plain"
+    if pp:  # whole stages
+        folder = written / "four"
+        four = jax.tree.map(lambda x: jnp.concatenate([x, x[:1]]), random_params("plain")["layers"])
+        params = {**random_params("plain"), "layers": four}
+        hugging_face.save(folder, even, params, length=64)
+    mesh = make_mesh(dp=2, **pp, tp=2, devices=jax.devices("cpu")[: 8 if pp else 4])
+    config = train.Config(
+        model=even, weights=str(folder), schedule=schedule, **pp, layout=parallel.Layout(fsdp=True)
+    )
+    state = train.first_state(config, mesh)
+    fresh = train.first_state(dataclasses.replace(config, weights=None), mesh)
+    assert jax.tree.map(jnp.shape, state) == jax.tree.map(jnp.shape, fresh)
+    at = lambda x: x.sharding
+    assert jax.tree.map(at, state) == jax.tree.map(at, fresh)
+    found = train.pipelined.at_rest(state, train.schedule_for(config))["params"]
+    expected = hugging_face.load(folder)[1]
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
+def test_weights_of_another_model_are_refused_before_a_run_begins(written, tmp_path):
+    train = pytest.importorskip("train")
+    model = dataclasses.replace(MODELS["linear"], layers=5, norm_eps=1e-6)
+    config = train.Config(model=model, weights=str(written / "linear"), run=str(tmp_path / "run"))
+    with pytest.raises(
+        ValueError, match=r"are of another model: layers is 3 there and 5 now; norm"
+    ):
+        train.main(config)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_is_written_as_theirs(tmp_path, capsys):
+    train = pytest.importorskip("train")
+    config = train.Config(model=MODELS["llama 3"], length=64)
+    params = random_params("llama 3")
+    train.run.begin(tmp_path / "run", dataclasses.asdict(config))
+    with train.Checkpoints(tmp_path / "run" / "checkpoints") as checkpoints:
+        checkpoints.save(7, {"params": params}, {})
+    asked = hugging_face.Asked(out=str(tmp_path / "out"), run=str(tmp_path / "run"))
+    hugging_face.main(asked)
+    assert "the parameters of step 7 are in" in capsys.readouterr().out
+    found = hugging_face.load(tmp_path / "out")
+    assert found[0] == config.model
+    jax.tree.map(np.testing.assert_array_equal, found[1], params)
 
 
 def test_other_dtypes_are_rounded_once(written, tmp_path):
