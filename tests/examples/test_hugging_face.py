@@ -86,6 +86,7 @@ def test_each_device_reads_its_own_part(written, monkeypatch):
     assert max(sizes) == whole // 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", [None, "zb-v"])
 def test_training_begins_with_them_on_any_mesh(written, schedule):
     train = pytest.importorskip("train")

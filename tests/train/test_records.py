@@ -190,3 +190,17 @@ def test_tokens_that_are_none_are_refused(tmp_path, write):
         ValueError, match=r"files of tokens \(`.*high.parquet`\) and text \(`.*a.txt"
     ):
         read([high, text], BYTES, codes=2000)
+
+
+def test_no_room_for_the_tokens_is_an_error_that_says_where(tmp_path, monkeypatch):
+    resource = pytest.importorskip("resource")
+    path = parquet(tmp_path / "a.parquet", {"text": ["x" * 100_000] * 9})
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, before[1]))
+    try:
+        with pytest.raises(
+            OSError, match=r"tokens of `.*a.parquet` find no room in `.*`: File too"
+        ):
+            read([path], None, codes=256)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)

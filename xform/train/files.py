@@ -252,9 +252,9 @@ def read(
             warnings.warn(f"left out as empty: {found.left_out:,} documents", stacklevel=2)
         return found
     streams = []
-    for path in there:
+    for path in (path for path in flat if path not in {*empty, *records}):
         try:
-            streams += [read_tokens(path, codes=codes, dtype=dtype)] if path in flat else []
+            streams.append(read_tokens(path, codes=codes, dtype=dtype))
         except ValueError as error:
             wrong.append(str(error).removesuffix("."))
     if not streams and not wrong:

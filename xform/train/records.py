@@ -82,7 +82,7 @@ def hold_tokens(path: Path, *, dtype: str | None = None, column: str | None = No
         return dtype is not None
     try:
         return _is_tokens(_column(path, column).type)
-    except ValueError:
+    except (OSError, ValueError):
         return False
 
 
@@ -106,6 +106,7 @@ def read_records(
 
     Raises:
       ValueError: Lists every file that can't be read, with the reason.
+      OSError: There is no room for the tokens.
     """
 
     def of_text(text: bytes) -> np.ndarray:
@@ -121,7 +122,10 @@ def read_records(
                     file.write(tokens.astype(item).tobytes())
                     sizes.append(of_part)
             except OSError as error:
-                wrong.append(f"`{path}` can't be read: {error.strerror or error}")
+                raise OSError(
+                    f"the tokens of `{path}` find no room in `{tempfile.gettempdir()}`: "
+                    f"{error.strerror}. Make room there, or name another place (TMPDIR)."
+                ) from None
             except ValueError as error:
                 wrong.append(str(error).removesuffix("."))
         every = np.concatenate([np.zeros(0, int), *sizes])
@@ -155,13 +159,17 @@ type Part = tuple[np.ndarray, np.ndarray]  # the tokens of some documents, and h
 def _documents(
     path: Path, encode: Callable[[bytes], np.ndarray], dtype: str | None, column: str | None
 ) -> Iterator[Part]:
-    if _is_parquet(path):
-        yield from _of_parquet(path, encode, column)
-    elif is_records(path):
-        decode = encode if dtype is None else lambda record: _of_bytes(record, dtype)
-        yield from _encoded(path, _of_array_record(path), decode)
-    else:
-        yield from _encoded(path, [[path.read_bytes()]], encode)
+    try:
+        if _is_parquet(path):
+            yield from _of_parquet(path, encode, column)
+        elif is_records(path):
+            decode = encode if dtype is None else lambda record: _of_bytes(record, dtype)
+            yield from _encoded(path, _of_array_record(path), decode)
+        else:
+            yield from _encoded(path, [[path.read_bytes()]], encode)
+    except OSError as error:
+        reason = os.strerror(error.errno) if error.errno else error
+        raise ValueError(f"`{path}` can't be read: {reason}") from None
 
 
 def _encoded(path: Path, parts: Iterable[Sequence[bytes]], encode: Callable) -> Iterator[Part]:
@@ -244,10 +252,6 @@ def _column(path: Path, name: str | None):
         schema = pq.read_schema(path)
     except pa.ArrowException as error:
         raise ValueError(f"`{path}` is no Parquet file: {str(error)[:200]}") from None
-    except OSError as error:
-        raise ValueError(
-            f"`{path}` can't be read: {os.strerror(error.errno) if error.errno else error}"
-        ) from None
     fit = {field.name: field for field in schema if _is_tokens(field.type) or _is_text(field.type)}
     known = [x for x in COLUMNS if x in fit][:1]
     found = (known or list(fit)) if name is None else [x for x in fit if x == name]
