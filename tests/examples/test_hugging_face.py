@@ -49,13 +49,17 @@ def random_params(name: str) -> dict:
     return {**params, "unembed": params["embed"].T} if name == "tied" else params
 
 
-@pytest.fixture(scope="module")
-def written(tmp_path_factory) -> Path:
-    """All models, the first in one file."""
-    folder = tmp_path_factory.mktemp("weights")
+def write_models(folder: Path) -> None:
+    """Writes all models, the first in one file."""
     for name, config in MODELS.items():
         most = 10**9 if name == "plain" else 20_000
         hugging_face.save(folder / name, config, random_params(name), length=64, most=most)
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("weights")
+    write_models(folder)
     return folder
 
 
@@ -220,17 +224,23 @@ def test_a_scaling_that_makes_no_sense_is_refused(scaling, words):
 
 
 @pytest.fixture(scope="module")
-def judged(written, tmp_path_factory):
+def judged(tmp_path_factory):
     """A folder with models of both, and their logits by `transformers`."""
     if not TORCH:
         pytest.skip("no `XFORM_TORCH_PYTHON`, a Python with torch and transformers")
     folder = tmp_path_factory.mktemp("judged")
-    shutil.copytree(written, folder / "ours")
-    np.save(folder / "tokens.npy", np.random.default_rng(0).integers(48, size=(2, 100)))
+    write_problems(folder)
     judge = Path(__file__).with_name("transformers_judge.py")
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "VIRTUAL_ENV"))}
     subprocess.run([TORCH, str(judge), str(folder)], check=True, env=clean, capture_output=True)
     return folder
+
+
+def write_problems(folder: Path) -> None:
+    """Writes what the judge reads."""
+    (folder / "ours").mkdir()
+    write_models(folder / "ours")
+    np.save(folder / "tokens.npy", np.random.default_rng(0).integers(48, size=(2, 100)))
 
 
 THEIRS = ("plain", "one head for all", "head size", "linear", "llama 3", "mistral")
@@ -240,18 +250,19 @@ BOTH = [*(f"ours/{name}" for name in MODELS), *(f"theirs/{name}" for name in THE
 @pytest.mark.slow
 @pytest.mark.parametrize("name", BOTH)
 def test_logits_are_those_of_transformers(judged, name):
-    """To 1e-5 of the largest: both round in float32, in another order."""
-    expected = np.load(judged / "logits.npz")[name]
-    config, params = hugging_face.load(judged / name)
-    tokens = jnp.asarray(np.load(judged / "tokens.npy"), jnp.int32)
-    with jax.numpy_rank_promotion("allow"):
+    check_logits(judged, name)
+
+
+def check_logits(folder: Path, name: str) -> None:
+    """Asserts equality to 1e-5 of the largest: both round in float32, in another order."""
+    expected = np.load(folder / "logits.npz")[name]
+    config, params = hugging_face.load(folder / name)
+    tokens = jnp.asarray(np.load(folder / "tokens.npy"), jnp.int32)
+    with jax.numpy_rank_promotion("allow"), jax.default_matmul_precision("highest"):
         found = jax.jit(partial(llama.logits, config=config))(params, tokens, tokens * 0)
-    frequencies = json.loads((judged / "frequencies.json").read_text())[name]
-    np.testing.assert_allclose(turned_by(config), frequencies, rtol=1e-6)
+    frequencies = json.loads((folder / "frequencies.json").read_text())[name]
+    plain = config.rope_base ** -(np.arange(0, config.head_size, 2) / config.head_size)
+    turned = rope.scaled(jnp.asarray(plain, jnp.float32), config.rope_scaling)
+    np.testing.assert_allclose(turned, frequencies, rtol=1e-6)
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
     assert np.abs(expected).max() > 1
-
-
-def turned_by(config: llama.Config):
-    plain = config.rope_base ** -(np.arange(0, config.head_size, 2) / config.head_size)
-    return rope.scaled(jnp.asarray(plain, jnp.float32), config.rope_scaling)
