@@ -33,6 +33,9 @@ if find_spec("hypothesis"):
 # Files whose doctests need a package that a machine without a registry may lack.
 _NEEDS = {
     "xform/train/checkpoint.py": "orbax",
+    "xform/train/data.py": "grain",
+    "xform/train/order.py": "grain",
+    "xform/train/records.py": "pyarrow",
     "xform/train/metrics.py": "matplotlib",
     "tests/primitives/torch_judge.py": "torch",
 }

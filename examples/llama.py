@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
+import rope
 from cache import Cache, Pages
 from xform import causal, documents
 from xform.sharding import TensorParallel
@@ -42,6 +43,8 @@ class Config:
     head_size: int = 32
     hidden: int = 320
     rope_base: float = 10_000.0
+    rope_scaling: rope.Scaling = ()
+    norm_eps: float = 1e-5
     experts: int = 0  # of a layer, each of `hidden` units; 0: one block, and no router
     top_k: int = 2  # of them, for each token
     shared: int = 0  # units of one more, for every token
@@ -159,7 +162,7 @@ def stream(
     """
     x_BTM = tp.embed(params["embed"], tokens_BT)
     x_BTM, load = through(params["layers"], x_BTM, ids_BT, config, tp, scan, cp, ep)
-    return rms_norm(x_BTM, params["norm"]), load
+    return rms_norm(x_BTM, params["norm"], config.norm_eps), load
 
 
 def through(
@@ -185,11 +188,12 @@ def layer(
     tp: TensorParallel = ONE, cp: ContextParallel = WHOLE, cache=None, ep: ExpertParallel = HERE,
 ):  # fmt: skip
     """One layer: attention, then a feed-forward block, each added to the stream."""
-    normed_BTM = rms_norm(x_BTM, p["attention_norm"])
+    normed_BTM = rms_norm(x_BTM, p["attention_norm"], config.norm_eps)
     q, k, v = tp.column(normed_BTM, p["query"], p["key"], p["value"])
     out, cache = attention(q, k, v, mask, rotation, config, cp, cache)
     x_BTM += tp.row(out, p["out"])
-    made_BTM, load = feed_forward(rms_norm(x_BTM, p["hidden_norm"]), p, config, tp, ep)
+    normed_BTM = rms_norm(x_BTM, p["hidden_norm"], config.norm_eps)
+    made_BTM, load = feed_forward(normed_BTM, p, config, tp, ep)
     return x_BTM + made_BTM, cache, load
 
 
@@ -214,7 +218,7 @@ def attention(q, k, v, mask, rotation, config: Config, cp: ContextParallel, cach
     """
     B, T, _ = q.shape
     q_BTHD, k_BTKD, v_BTKD = (x.reshape(B, T, -1, config.head_size) for x in (q, k, v))
-    q_BTHD, k_BTKD = rotate(q_BTHD, rotation), rotate(k_BTKD, rotation)
+    q_BTHD, k_BTKD = rope.rotate(q_BTHD, rotation), rope.rotate(k_BTKD, rotation)
     if cache is None:
         out_BTHD = cp.attention(q_BTHD, k_BTKD, v_BTKD, mask_mod=mask)
     else:
@@ -223,23 +227,14 @@ def attention(q, k, v, mask, rotation, config: Config, cp: ContextParallel, cach
     return out_BTHD.reshape(B, T, -1), cache
 
 
-def rms_norm(x_BTM, scale_M):
+def rms_norm(x_BTM, scale_M, eps: float = 1e-5):
     """Rows of unit mean square, times a learned scale."""
-    return x_BTM * jax.lax.rsqrt(jnp.mean(x_BTM**2, -1, keepdims=True) + 1e-5) * scale_M
+    return x_BTM * jax.lax.rsqrt(jnp.mean(x_BTM**2, -1, keepdims=True) + eps) * scale_M
 
 
 def rotations(positions_T, config: Config):
     """Returns the cosines and sines of RoPE's angles, each [T, 1, D/2]."""
-    frequencies = config.rope_base ** -jnp.linspace(0, 1, config.head_size // 2, endpoint=False)
-    angles = positions_T[:, None, None] * frequencies
-    return jnp.cos(angles), jnp.sin(angles)
-
-
-def rotate(x_BTHD, rotation):
-    """Turns the pairs (i, i + D/2) of each head by an angle that grows with the position."""
-    cos, sin = rotation
-    a, b = jnp.split(x_BTHD, 2, axis=-1)
-    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
+    return rope.rotations(positions_T, config.head_size, config.rope_base, config.rope_scaling)
 
 
 # ---- what it is trained on -----------------------------------------------------------------------
@@ -296,4 +291,4 @@ def extend(params: dict, tokens_BT, cache: Cache | Pages, config: Config):
         return layer(x_BTM, p, causal(), rotation, config, cache=before)[:2]
 
     x_BTM, after = jax.lax.scan(step, params["embed"][tokens_BT], (params["layers"], cache))
-    return rms_norm(x_BTM, params["norm"]) @ params["unembed"], after
+    return rms_norm(x_BTM, params["norm"], config.norm_eps) @ params["unembed"], after

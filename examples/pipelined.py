@@ -132,6 +132,17 @@ def placement(layout: Layout, model: llama.Config, mesh: Mesh, schedule: Schedul
     return shardings(mesh, specs_for(layout, model, mesh, schedule))
 
 
+def rest_placement(
+    layout: Layout, model: llama.Config, mesh: Mesh, schedule: Schedule | None
+) -> dict:
+    """Returns where each parameter is after `at_rest`."""
+    specs = specs_for(layout, model, mesh, schedule)
+    if schedule is not None:
+        layers = {name: P("pp", *spec[2:]) for name, spec in specs["layers"].items()}
+        specs = {**specs, "layers": layers}
+    return shardings(mesh, specs)
+
+
 def at_rest(state, schedule: Schedule | None):
     """Returns a state of training with layers in the model's order: what a checkpoint holds."""
     if schedule is None:
@@ -245,7 +256,7 @@ def functions_of(layout: Layout, model: llama.Config, specs: dict, policy: str) 
         return tp.embed(params["embed"], rows.tokens)
 
     def last(params, x_BTM, rows):
-        x_BTM = llama.rms_norm(x_BTM, params["norm"])
+        x_BTM = llama.rms_norm(x_BTM, params["norm"], model.norm_eps)
         axes = parallel.of_rows(jax.sharding.get_abstract_mesh())
         return jax.lax.psum(llama.surprise(params, x_BTM, rows.labels, tp)[0], axes)
 

@@ -5,15 +5,17 @@ A run is known by contents: its tokens, those held out and its tokenizer, wherev
 
 import dataclasses
 import sysconfig
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
 
+import jax
 import numpy as np
+from jax.sharding import Mesh
 
 from settings import FREE, Config, kinds, known_of
-from xform.train import files, run
+from xform.train import files, order, run
 from xform.train.checkpoint import Checkpoints
-from xform.train.data import NO_LABEL, Source, batch, count
+from xform.train.data import NO_LABEL, Mixture, Source, batch, count, first, order_of
 
 
 def tokenizer_for(config: Config) -> files.Tokenizer | None:
@@ -27,24 +29,46 @@ def tokenizer_for(config: Config) -> files.Tokenizer | None:
 
 def data_for(config: Config, tokenizer: files.Tokenizer | None) -> tuple[Source, Source]:
     """Returns the rows to train on, and those held out, once it is known that they are enough."""
-    library = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
-    named, apart = (list(map(Path, x)) for x in (config.data or library, config.held_out))
-    read = partial(
-        files.read, tokenizer=tokenizer, codes=config.model.codes, dtype=config.token_dtype
-    )
-    documents = read(named, without=apart)
-    parts = (documents, read(apart)) if apart else files.hold_out(documents)
-    rows, held_out = (
-        files.as_rows(part, config.length, config.separator, name)
-        for part, name in zip(parts, ("to train on", "held out"), strict=True)
-    )
+    named = list(map(Path, config.data)) or sorted(Path(_LIBRARY).glob("*.py"))
+    apart = list(map(Path, config.held_out))
+    # Of a mixture each file or folder is read, and has a part held out, by itself.
+    groups = [[path] for path in named] if config.mixture else [named]
+    sources, unseen = [], []
+    for group in groups:
+        documents = read(config, tokenizer, group, without=apart)
+        kept, left = (documents, None) if apart else files.hold_out(documents)
+        sources.append(files.as_rows(kept, config.length, config.separator, "to train on"))
+        unseen += [] if left is None else [left]
+    unseen = unseen or [read(config, tokenizer, apart)]
+    unseen = [files.as_rows(x, config.length, config.separator, "held out") for x in unseen]
+    rows, held_out = (mixed(x, config.mixture) for x in (sources, unseen))
     batch(rows, 0, size=config.batch, seed=config.seed)
-    first = held_out.take(np.arange(min(count(held_out), config.held_out_rows)))
-    if (first.labels == NO_LABEL).all():
+    if (held_out.take(first(held_out, config.held_out_rows)).labels == NO_LABEL).all():
         raise ValueError(
             "there is no token to predict in the data held out: give more (--held-out)"
         )
     return rows, held_out
+
+
+_LIBRARY = sysconfig.get_path("stdlib")
+
+
+def read(
+    config: Config,
+    tokenizer: files.Tokenizer | None,
+    paths: list[Path],
+    without: Sequence[Path] = (),
+) -> Sequence[np.ndarray]:
+    """Returns the documents of some files and folders, as the config says how to read them."""
+    return files.read(
+        paths, tokenizer, without=without,
+        codes=config.model.codes, dtype=config.token_dtype, column=config.column,
+    )  # fmt: skip
+
+
+def mixed(sources: list[Source], weights: tuple[float, ...]) -> Source:
+    """Returns the only source, or several as a mixture."""
+    return sources[0] if len(sources) == 1 else Mixture(tuple(sources), weights)
 
 
 # ---- what a run goes on from ---------------------------------------------------------------------
@@ -60,9 +84,23 @@ def info_of(
     made = {"config": dataclasses.asdict(config), "data": files.fingerprint(rows)}
     if held_out is not None:
         made["held_out"] = files.fingerprint(held_out)
+    made["order"] = order.fingerprint(order_of(rows, config.seed), count(rows))
+    made["random"] = random_of(config)
     made["tokenizer"] = files.fingerprint_of_tokenizer(config.tokenizer)
     codes = tokenizer.codes if tokenizer else None
     return {**made, "tokens": bool(kinds(config)[0]), "codes": codes}
+
+
+def random_of(config: Config) -> dict:
+    """Returns what all random numbers of a run follow from, together with the number of a step."""
+    impl, same = jax.config.jax_default_prng_impl, jax.config.jax_threefry_partitionable
+    return {"seed": config.seed, "generator": impl, "same_on_all_meshes": same}
+
+
+def position(config: Config, mesh: Mesh, done: int) -> dict:
+    """Returns where a run is: the steps that it has seen, its next sample, and on what it ran."""
+    at = {"step": done, "sample": done * config.batch}
+    return {**at, "mesh": dict(mesh.shape), "processes": jax.process_count()}
 
 
 def saved_of(config: Config) -> tuple[str, dict] | None:
@@ -90,6 +128,8 @@ def refuse_another(where: str, saved: dict, config: Config, now: dict | None = N
     then = known_of(saved["config"])
     wrong = run.differences(dataclasses.asdict(then), dataclasses.asdict(config), FREE)
     wrong += another_tokenizer(saved, then, config)
+    if then.seed == config.seed:  # which is told by its name
+        wrong += run.differences(saved.get("random", random_of(config)), random_of(config))
     if wrong and now is None and "data" in saved:
         # As the saved run would have read it: rows of its length, tokens of its tokenizer.
         before = dataclasses.replace(then, data=config.data, held_out=config.held_out)
@@ -115,6 +155,8 @@ def other_data(saved: dict, then: Config, config: Config, now: dict) -> list[str
     # What is held out of other data by default is other data, too.
     if differs("held_out") and (not wrong or config.held_out):
         wrong += words("held_out", "data held out")
+    if not wrong and then.seed == config.seed and differs("order"):
+        wrong += words("order", "order of its rows")
     if now and "held_out" not in saved and then.held_out != config.held_out:
         wrong += run.differences({"held_out": then.held_out}, {"held_out": config.held_out})
     return wrong
@@ -123,9 +165,8 @@ def other_data(saved: dict, then: Config, config: Config, now: dict) -> list[str
 def no_data(saved: dict, config: Config, error: Exception) -> str:
     """Returns in words that what is named as data can't be that of a saved run."""
     try:
-        tokenizer, named = tokenizer_for(config), list(map(Path, config.data))
-        read = partial(files.read, codes=config.model.codes, dtype=config.token_dtype)
-        found = f"{sum(map(len, read(named, tokenizer))):,} tokens, too few"
+        found = read(config, tokenizer_for(config), list(map(Path, config.data)))
+        found = f"{sum(map(len, found)):,} tokens, too few"
     except (OSError, TypeError, ValueError):
         found = "none"
     reason = str(error).removesuffix(".")

@@ -8,6 +8,7 @@ from typing import Any, Literal
 import llama
 import parallel
 import pipelined
+import rope
 from parallel import Layout
 from xform.train import files
 
@@ -34,7 +35,11 @@ class Config:
     seed: int = 0
 
     data: tuple[str, ...] = ()
-    """Text files, or `.bin` files of tokens, or folders of either; by default, Python's library."""
+    """Text files, or `.bin` files of tokens, or folders of either; or files of records, each a text
+    or a list of tokens: Parquet, array-record. By default, Python's library."""
+    mixture: tuple[float, ...] = ()
+    """How many rows are drawn of each of `data`, in proportion, one number for each; by default, of
+    all of it each row once."""
     held_out: tuple[str, ...] = ()
     """What to validate on, in the same forms, and not to train on, though it be among the data; by
     default, a twentieth of that."""
@@ -43,7 +48,10 @@ class Config:
     tokenizer: str | None = None
     """A Hugging Face `tokenizer.json`; by default, the bytes of a text are its tokens."""
     token_dtype: Literal["uint16", "uint32"] | None = None
-    """Of `.bin` files without a header; by default, the narrower one that holds `model.codes`."""
+    """Of `.bin` files without a header, by default the narrower one that holds `model.codes`; and
+    of array-record, whose records are by default text."""
+    column: str | None = None
+    """Of Parquet files; by default `text`, `tokens` or `input_ids`, or the only one that can be."""
     separator: int | None = None
     """The token that ends a document of `.bin` files; by default, each is one document."""
 
@@ -73,12 +81,18 @@ class Config:
     process: int = 0
     """Which one of them this is."""
 
+    weights: str | None = None
+    """A folder of Hugging Face's weights of the Llama family to begin with, whose model it is."""
     run: str | None = None
     """The run's folder; by default a new one in `runs/`, named by date and time."""
     resume: bool = False
     """Go on with the run in `run`, by default the newest in `runs/`, with its config."""
     save_every: int = 100
     """Steps from one checkpoint to the next."""
+    keep: int = 2
+    """How many of the newest checkpoints are kept."""
+    keep_every: int | None = None
+    """Those of steps that this divides are kept for ever, beside the newest."""
     prompt: str = (
         "class Stack:\n    def push(self, item):\n        self.items.append(item)\n        self."
     )
@@ -91,7 +105,17 @@ class Config:
 FREE = (
     *("dp", "cp", "tp", "ep", "layout", "pp", "schedule", "microbatches", "executor"),
     *("coordinator", "processes", "process"),
-    *("run", "resume", "save_every", "prompt", "temperature", "explain", "held_out_rows"),
+    *(
+        "run",
+        "resume",
+        "save_every",
+        "keep",
+        "keep_every",
+        "prompt",
+        "temperature",
+        "explain",
+        "held_out_rows",
+    ),
     *("data", "held_out", "tokenizer"),
 )
 
@@ -136,15 +160,17 @@ def check(config: Config) -> None:
     """Raises one error that lists all that makes no sense by itself."""
     m, layout = config.model, config.layout
     names = ("steps", "batch", "length", "held_out_rows", "save_every", "dp", "tp")
-    names += ("pp", "cp", "ep", "microbatches")
+    names += ("pp", "cp", "ep", "microbatches", "keep", "keep_every")
     sizes = dataclasses.asdict(m).items()
-    positive = {f"model.{name}": size for name, size in sizes if name not in OF_EXPERTS}
+    others = (*OF_EXPERTS, "rope_scaling")
+    positive = {f"model.{name}": size for name, size in sizes if name not in others}
     positive |= {name: getattr(config, name) for name in names}
     wrong = [f"{x}={n} must be above 0" for x, n in positive.items() if n is not None and n <= 0]
     if m.kv_heads > 0 and m.heads % m.kv_heads:
         wrong.append(f"model.heads={m.heads} is no multiple of model.kv_heads={m.kv_heads}")
     if m.head_size % 2:
         wrong.append(f"model.head_size={m.head_size} must be even, since RoPE turns pairs")
+    wrong += rope.wrong(m.rope_scaling)
     if layout.microbatches < 1 or not 0 <= layout.ahead <= m.layers:
         wrong.append(
             f"layout.microbatches={layout.microbatches} must be above 0, and "
@@ -180,21 +206,36 @@ def check(config: Config) -> None:
         wrong.append("prompt is empty, and a text begins with a token")
     if config.explain and not Path(config.explain).absolute().parent.is_dir():
         wrong.append(f"explain={config.explain} is in a folder that does not exist")
-    flat, text = kinds(config)
+    wrong += wrong_data(config)
+    if wrong:
+        raise ValueError(f"config: {'; '.join(wrong)}.")
+
+
+def wrong_data(config: Config) -> list[str]:
+    """Returns in words why what is named as data can't be read together, or mixed."""
+    wrong, (flat, text) = [], kinds(config)
+    named = list(map(Path, (*config.data, *config.held_out)))
+    why = "".join(f"; {words}" for words in files.nothing_at(named))
     if flat and text:
         wrong.append(files.mixed(flat, text))
     if not flat and (config.separator, config.token_dtype) != (None, None):
-        named = list(map(Path, (*config.data, *config.held_out)))
-        why = "".join(f"; {words}" for words in files.nothing_at(named))
         wrong.append(f"separator and token_dtype are of `.bin` files, and there is none{why}")
-    if wrong:
-        raise ValueError(f"config: {'; '.join(wrong)}.")
+    if config.column and not any(path.suffix.lower() == ".parquet" for path in (*flat, *text)):
+        wrong.append(f"column={config.column} is of Parquet files, and there is none{why}")
+    if config.mixture and len(config.mixture) != len(config.data):
+        wrong.append(
+            f"mixture={config.mixture} has {len(config.mixture)} weights for the "
+            f"{len(config.data)} of data: needed is one for each"
+        )
+    if not all(0 < weight < math.inf for weight in config.mixture):
+        wrong.append(f"mixture={config.mixture} must be of numbers above 0")
+    return wrong
 
 
 def kinds(config: Config) -> tuple[list[Path], list[Path]]:
     """Returns the files of tokens, and those of text, that the config names."""
     names = (*(config.data or ("Python's library",)), *config.held_out)
-    return files.by_kind(list(map(Path, names)))
+    return files.by_kind(list(map(Path, names)), dtype=config.token_dtype, column=config.column)
 
 
 def known_of(saved: dict[str, Any]) -> Config:
@@ -204,7 +245,9 @@ def known_of(saved: dict[str, Any]) -> Config:
         return {f.name: saved[f.name] for f in dataclasses.fields(kind) if f.name in saved}
 
     parts = known(Config, saved)
-    parts["model"] = llama.Config(**known(llama.Config, saved.get("model", {})))
+    model = known(llama.Config, saved.get("model", {}))
+    model["rope_scaling"] = tuple(model.get("rope_scaling", ()))
+    parts["model"] = llama.Config(**model)
     parts["layout"] = Layout(**known(Layout, saved.get("layout", {})))
-    parts |= {name: tuple(saved.get(name, ())) for name in ("data", "held_out")}
+    parts |= {name: tuple(saved.get(name, ())) for name in ("data", "held_out", "mixture")}
     return Config(**parts)

@@ -11,6 +11,8 @@
     uv run --extra train examples/train.py --data notes/ letters.txt
     uv run --extra train examples/train.py --data train.bin --held-out val.bin \
         --separator 50256 --model.codes 50257 --tokenizer tokenizer.json
+    uv run --extra train examples/train.py --data books.parquet web.array_record --mixture 1 3
+    uv run --extra train examples/train.py --weights llama/ --tokenizer llama/tokenizer.json
     uv run --extra train examples/train.py --resume
 
 It runs on all accelerators that JAX finds, or on a CPU split into eight virtual devices, as a mesh
@@ -30,6 +32,7 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -38,13 +41,14 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from rich.progress import BarColumn, Progress, TimeRemainingColumn
 
+import hugging_face
 import llama
 import parallel
 import pipelined
 import several
 import updates
 from reading import data_for as data_for
-from reading import data_of, info_of, refuse_another, saved_of, tokenizer_for
+from reading import data_of, info_of, position, refuse_another, saved_of, tokenizer_for
 from settings import Config, check, known_of, wrong_processes
 from texts import complaint as complaint
 from texts import sample as sample
@@ -54,7 +58,7 @@ from xform.sharding import cpu_devices, make_mesh, settle, shardings
 from xform.sharding.pipeline import Schedule
 from xform.train import files, run
 from xform.train.checkpoint import Checkpoints
-from xform.train.data import NO_LABEL, Rows, Source, batch, count
+from xform.train.data import NO_LABEL, Rows, Source, batch, batches, count, first, rows_here
 from xform.train.metrics import Metrics
 from xform.train.tokens import TokenRows
 
@@ -108,10 +112,10 @@ def optimizer_for(config: Config) -> optax.GradientTransformation:
 
 
 def first_state(config: Config, mesh: Mesh) -> dict:
-    """Returns fresh parameters and the optimiser's state of them, all on the mesh."""
-    schedule = schedule_for(config)
+    """Returns the parameters to begin with and the optimiser's state of them, all on the mesh."""
+    schedule, optimizer = schedule_for(config), optimizer_for(config)
     return updates.first_state(
-        config.model, mesh, config.layout, schedule, optimizer_for(config), config.seed
+        config.model, mesh, config.layout, schedule, optimizer, config.seed, config.weights
     )
 
 
@@ -128,13 +132,15 @@ def training(
         grads_of = explained(grads_of, config.explain)
     update = updates.update_of(optimizer_for(config))
     state = first_state(config, mesh) if saved is None else saved
-    for i in range(done, config.steps):
-        part = batch(rows, i, size=config.batch, seed=config.seed)
+    here = rows_here(shardings(mesh, parallel.specs_of_rows(mesh)), (config.batch, config.length))
+    drawn: dict[str, Any] = dict(size=config.batch, seed=config.seed)
+    reader = batches(rows, done, here=here, **drawn)
+    for i, part in zip(range(done, config.steps), reader, strict=False):
         placed = parallel.place_rows(part, mesh)
         loss, grads = settle(grads_of(state["params"], placed))
         state, loss = settle(update(state, loss, grads))
         if not math.isfinite(loss):
-            found = origin(config, mesh, state["params"], part)
+            found = origin(config, mesh, state["params"], batch(rows, i, **drawn))
             raise FloatingPointError(f"step {i + 1} is not finite, and changed nothing:\n{found}")
         yield state, float(loss)
 
@@ -153,11 +159,11 @@ def evaluate(config: Config, mesh: Mesh, params: dict, rows: Source) -> float:
     mesh, layout = pipelined.flat(mesh, config.layout)
     params = jax.device_put(params, parallel.placement(layout, config.model, mesh))
     sums = parallel.sums(config.model, mesh, layout)
-    total, labels, used = 0.0, 0, min(count(rows), config.held_out_rows)
-    for i in range(0, used, config.batch):
+    total, labels, used = 0.0, 0, first(rows, config.held_out_rows)
+    for i in range(0, len(used), config.batch):
         chosen = np.arange(i, i + config.batch)
-        part = rows.take(chosen % used)
-        part.labels[chosen >= used] = NO_LABEL
+        part = rows.take(used[chosen % len(used)])
+        part.labels[chosen >= len(used)] = NO_LABEL
         loss, found = settle(sums(params, parallel.place_rows(part, mesh)))
         total, labels = total + float(loss), labels + int(found)
     return total / labels
@@ -259,8 +265,10 @@ def fit(
     """
     schedule = schedule_for(config)
     info = info or info_of(config, rows)
-    with Checkpoints(folder / "checkpoints") as checkpoints:
-        state, before = first_state(config, mesh), checkpoints.latest or 0
+    keeping = partial(Checkpoints, keep=config.keep, keep_every=config.keep_every)
+    with keeping(folder / "checkpoints") as checkpoints:
+        before = checkpoints.latest or 0
+        state = first_state(dataclasses.replace(config, weights=None) if before else config, mesh)
         if before:
             at_rest = pipelined.at_rest(state, schedule)
             state = restored(checkpoints, at_rest, config, info)
@@ -273,7 +281,8 @@ def fit(
                 metrics.write(done, loss=loss, tokens_per_second=rate)
                 last = several.asked_to(stop)  # asked once: what it is asked for is saved
                 if last or done == config.steps or done % config.save_every == 0:
-                    checkpoints.save(done, pipelined.at_rest(state, schedule), info)
+                    at_rest = pipelined.at_rest(state, schedule)
+                    checkpoints.save(done, at_rest, {**info, **position(config, mesh, done)})
                 if last:
                     break
     return pipelined.at_rest(state, schedule), done
@@ -303,6 +312,8 @@ def main(config: Config) -> None:
     if saved:
         refuse_another(*saved, config)
     check(config)
+    if config.weights and not saved:
+        hugging_face.check(config.weights, config.model)
     mesh = mesh_for(config)
     tokenizer = tokenizer_for(config)
     rows, held_out = data_of(config, tokenizer, saved)
@@ -340,6 +351,9 @@ def from_command_line() -> Config:
     import tyro
 
     config = tyro.cli(Config)
+    if config.weights and not config.resume:
+        model = hugging_face.model_of(config.weights)
+        return tyro.cli(Config, default=dataclasses.replace(Config(), model=model))
     if not config.resume:
         return config
     folder = config.run or str(run.newest_run())

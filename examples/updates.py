@@ -9,6 +9,7 @@ import optax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+import hugging_face
 import llama
 import pipelined
 from parallel import Layout
@@ -31,11 +32,17 @@ def first_state(
     schedule: Schedule | None,
     optimizer: optax.GradientTransformation,
     seed: int = 0,
+    weights: str | None = None,
 ) -> dict:
-    """Returns fresh parameters and the optimiser's state of them, all on the mesh."""
-    placed = pipelined.placement(layout, model, mesh, schedule)
-    init = jax.jit(partial(pipelined.first_params, model, schedule), out_shardings=placed)
-    params = init(jax.random.key(seed))
+    """Returns parameters, fresh or of a folder, and the optimiser's state of them, on the mesh."""
+    if weights is None:
+        placed = pipelined.placement(layout, model, mesh, schedule)
+        init = jax.jit(partial(pipelined.first_params, model, schedule), out_shardings=placed)
+        params = init(jax.random.key(seed))
+    else:
+        placed = pipelined.rest_placement(layout, model, mesh, schedule)
+        params = {"params": hugging_face.load(weights, placed)[1]}
+        params = pipelined.in_ranks(params, schedule)["params"]
     state = optimizer.init(params)
     # Moments lie as their parameters do. What counts steps is a scalar on one device, so far.
     on_mesh = lambda x: x if x.ndim else place(x, shardings(mesh, P()))

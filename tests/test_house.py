@@ -19,7 +19,10 @@ SOURCES = [ROOT / "conftest.py", *PACKAGE] + [
     for path in sorted((ROOT / folder).rglob("*.py"))
 ]
 # `jax.extend` itself loads a few of Pallas's private dataclasses; what costs is the public module.
-HEAVY = r"(grain|matplotlib|optax|orbax|ray|rich|tyro|xform\.train|jax\.experimental\.pallas)\b"
+HEAVY = (
+    r"(array_record|grain|matplotlib|optax|orbax|pyarrow|ray|rich|safetensors|tyro|xform\.train|"
+    r"jax\.experimental\.pallas)\b"
+)
 
 
 def imports(path: Path) -> Iterator[tuple[str, str | None]]:

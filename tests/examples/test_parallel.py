@@ -286,3 +286,19 @@ def test_two_processes_have_one_mesh_and_the_losses_of_one(tmp_path):
     assert len(set(two)) == 6
     run_processes(tmp_path / "one", 1, *flags, "--dp=8", "--tp=1")
     np.testing.assert_allclose(losses_in(tmp_path / "one"), two, rtol=0, atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("counts", [(2, 1), (1, 4)], ids=str)
+def test_a_run_goes_on_in_another_number_of_processes(tmp_path, counts):
+    """As an unbroken one: its state of data is a number, that of the next sample."""
+    pytest.importorskip("tyro")
+    folder = tmp_path / "run"
+    flags = [*SMALL_RUN, "--steps=6", "--save-every=3"]
+    run_processes(folder, counts[0], *flags, "--dp=4", "--tp=2")
+    whole = losses_in(folder)
+    (folder / "checkpoints" / "6").rename(tmp_path / "6")
+    run_processes(folder, counts[1], "--resume", "--dp=4", "--tp=2")
+    assert losses_in(folder)[:3] == whole[:3]
+    np.testing.assert_allclose(losses_in(folder), whole, rtol=0, atol=1e-5)
+    assert len(whole) == 6

@@ -1,14 +1,18 @@
 """A checkpoint is whole or not there, whatever happens to the disk or to the arrays."""
 
+import json
 import shutil
 import subprocess
+import sys
 import traceback
 from contextlib import contextmanager
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 pytest.importorskip("orbax.checkpoint")
@@ -69,6 +73,75 @@ def test_the_newest_are_kept_and_half_a_checkpoint_is_cleared_away(tmp_path):
             assert checkpoints.latest == 3
             np.testing.assert_array_equal(checkpoints.restore({"x": SMALL})["x"], SMALL + 3)
     assert {path.name for path in tmp_path.iterdir()} == {"2", "3"}
+
+
+def test_those_of_chosen_steps_are_kept_for_ever(tmp_path):
+    for start in (1, 5):  # a run that goes on keeps them, too
+        with Checkpoints(tmp_path, keep=1, keep_every=3) as checkpoints:
+            for step in range(start, start + 4):
+                checkpoints.save(step, {"x": SMALL + step}, {})
+    assert {path.name for path in tmp_path.iterdir()} == {"3", "6", "8"}
+
+
+@pytest.mark.parametrize("kind", [AxisType.Explicit, AxisType.Auto], ids=str)
+def test_a_state_comes_back_on_other_devices_with_the_axes_asked_for(tmp_path, kind):
+    x = RNG.normal(size=(16, 8)).astype(np.float32)
+    mesh = jax.make_mesh((8,), ("a",), axis_types=(AxisType.Explicit,), devices=jax.devices("cpu"))
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(1, {"x": jax.device_put(x, NamedSharding(mesh, P("a")))}, {})
+        checkpoints.wait()
+        for shape, spec in (((2, 4), P("b", "a")), ((4, 1), P(("a", "b"))), ((1, 1), P())):
+            devices = jax.devices("cpu")[: shape[0] * shape[1]]
+            mesh = jax.make_mesh(shape, ("a", "b"), axis_types=(kind, kind), devices=devices)
+            at = NamedSharding(mesh, spec)
+            like = jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at)
+            found = checkpoints.restore({"x": like})["x"]
+            np.testing.assert_array_equal(found, x)
+            assert found.sharding == at
+            assert jax.typeof(found).sharding.mesh.axis_types == (kind, kind)
+
+
+def test_what_is_restored_can_be_donated(tmp_path):
+    at = shardings(mesh_of(4, 2), P("dp"))
+    x = jax.device_put(np.asarray(SMALL), at)
+    step = jax.jit(lambda x: x + 1, donate_argnums=0)
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(1, {"x": x}, {})
+        restored = checkpoints.restore({"x": x})["x"]
+    assert restored.sharding == x.sharding
+    fresh, again = step(x), step(restored)  # without a warning that donation failed
+    assert x.is_deleted()
+    assert restored.is_deleted()
+    np.testing.assert_array_equal(fresh, again)
+
+
+MEMORY = """
+import json, resource, sys, tempfile
+sys.path.insert(0, {root!r})
+import jax, numpy as np
+jax.config.update("jax_platforms", "cpu")
+from xform.train.checkpoint import Checkpoints
+state = {{str(i): jax.numpy.asarray(np.random.default_rng(i).random(1 << 23, np.float32))
+         for i in range(16)}}
+size = sum(x.nbytes for x in state.values())
+with tempfile.TemporaryDirectory() as folder, Checkpoints(folder) as checkpoints:
+    checkpoints.save(1, {{"x": state["0"]}}, {{}})  # what is loaded once
+    checkpoints.wait()
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    checkpoints.save(2, {{"x": state}}, {{}})
+    checkpoints.wait()
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+print(json.dumps([size, 1024 * (peak - before)]))
+"""
+
+
+@pytest.mark.slow
+def test_saving_takes_less_than_one_and_a_half_times_the_state(tmp_path):
+    """Of the host's memory, beside the state itself, half a gigabyte here."""
+    code = MEMORY.format(root=str(Path(__file__).parents[2]))
+    size, more = json.loads(subprocess.check_output([sys.executable, "-c", code], text=True))
+    assert size == 2**29
+    assert 0.5 * size < more < 1.5 * size
 
 
 def test_every_leaf_that_differs_is_named(tmp_path):

@@ -4,6 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+pytest.importorskip("grain")
 pytest.importorskip("hypothesis")
 
 from hypothesis import given

@@ -32,7 +32,8 @@ class Checkpoints:
     Args:
       folder: Where they are; made if need be. Half-written ones of a process that was killed are
         cleared away.
-      keep: How many are kept.
+      keep: How many are kept, of the newest.
+      keep_every: Those of steps that this divides are kept for ever, too; None for no others.
       read_only: Nothing is made or cleared away: another process may be at work here.
 
     >>> import tempfile, jax.numpy as jnp
@@ -45,12 +46,22 @@ class Checkpoints:
     {'params': {'w': Array([0., 1., 2.], dtype=float32)}}
     """
 
-    def __init__(self, folder: Path | str, *, keep: int = 2, read_only: bool = False):
+    def __init__(
+        self,
+        folder: Path | str,
+        *,
+        keep: int = 2,
+        keep_every: int | None = None,
+        read_only: bool = False,
+    ):
         self.folder = Path(folder).absolute()
         if read_only and not self.folder.is_dir():
             raise FileNotFoundError(f"there are no checkpoints: `{self.folder}` is no folder")
         options = ocp.CheckpointManagerOptions(
-            max_to_keep=keep, cleanup_tmp_directories=not read_only, read_only=read_only
+            max_to_keep=keep,
+            keep_period=keep_every,
+            cleanup_tmp_directories=not read_only,
+            read_only=read_only,
         )
         self._manager = ocp.CheckpointManager(self.folder, options=options)
         self._size = 0
@@ -143,6 +154,7 @@ class Checkpoints:
 
     def _read(self, read: Callable[[int], Any]) -> Any:
         """What is read of the newest checkpoint; if it is damaged, says which can be."""
+        self.wait()  # it may be the one that is being written
         step = self._newest()
         try:
             return read(step)

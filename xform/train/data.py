@@ -4,16 +4,23 @@ Documents are laid end to end and the stream is cut into rows, so that no positi
 keeps documents apart is data, not layout: `ids` says which document each token belongs to (the
 attention mask reads it), and `labels` is `NO_LABEL` where the next token is another document's.
 
-The batch of a step is a function of seed and step alone, so a run that stops and goes on needs no
-loader state.
+The samples of a run are numbered from 0 over all of its epochs, and which row each of them is
+follows from the seed alone (`xform.train.order`): step `i` takes the `size` samples from `i · size`
+on. So a run that stops needs no loader state to go on, and reads the same samples in the same order
+on any number of devices and processes.
 """
 
-from collections.abc import Sequence
-from functools import lru_cache
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain
 from typing import NamedTuple, Protocol, runtime_checkable
 
+import jax
 import numpy as np
-from jaxtyping import Int, Int32, Integer
+from jaxtyping import Bool, Int, Int32, Integer
+
+from xform.train.order import Order, order
 
 NO_LABEL = -1
 
@@ -123,35 +130,155 @@ def pack(documents: Sequence[Int[np.ndarray, "_"]], length: int, *, multiple: in
     return Rows(*(x.reshape(-1, length) for x in (tokens, ids, labels)))
 
 
-def batch(rows: Source, step: int, *, size: int, seed: int) -> Rows:
-    """Returns the rows of one step, drawn anew for each epoch without repeats.
+# ---- samples -------------------------------------------------------------------------------------
 
-    Rows that are too few for a last batch are left out of their epoch.
+
+@dataclass(frozen=True)
+class Mixture:
+    """Rows of several sources, each of which gives its share of the samples; a `Source`.
+
+    Rows are numbered through all of them. A source that is too short for its share begins anew, in
+    another order, as often as need be.
+
+    Attributes:
+      sources: What is mixed; their rows have one length.
+      weights: How many samples each gives, in proportion; above 0.
+
+    Raises:
+      ValueError: There is not one weight for each source, or one is not above 0.
+
+    >>> few, many = (pack([np.full(n, n)], length=2) for n in (4, 99))
+    >>> part = batch(Mixture((few, many), (1.0, 2.0)), 0, size=12, seed=0)
+    >>> part.tokens[:, 0].tolist()
+    [4, 99, 99, 4, 99, 99, 4, 99, 99, 4, 99, 99]
+    """
+
+    sources: tuple[Source, ...]
+    weights: tuple[float, ...]
+
+    def __post_init__(self):
+        wrong = [w for w in self.weights if not 0 < w < float("inf")]
+        if wrong or len(self.weights) != len(self.sources):
+            raise ValueError(
+                f"a `Mixture` of {len(self.sources)} sources needs as many weights, each a number "
+                f"above 0; found {self.weights}"
+            )
+
+    @property
+    def blocks(self) -> tuple[Integer[np.ndarray, "rows length"], ...]:
+        """The tokens of all rows, of one source after another."""
+        return tuple(chain(*(source.blocks for source in self.sources)))
+
+    def take(self, chosen: Int[np.ndarray, "some"]) -> Rows:
+        """Returns the chosen rows."""
+        length = self.sources[0].blocks[0].shape[1]
+        found = Rows(*np.zeros((3, len(chosen), length), np.int32))
+        for source, start in zip(self.sources, self._starts(), strict=True):
+            mine = (chosen >= start) & (chosen < start + count(source))
+            for whole, part in zip(found, source.take(chosen[mine] - start), strict=True):
+                whole[mine] = part
+        return found
+
+    def first(self, size: int) -> Int[np.ndarray, "some"]:
+        """Returns the numbers of about `size` rows: of each source, the first, in its share."""
+        shares = np.ceil(size * np.array(self.weights) / sum(self.weights)).astype(int)
+        pairs = zip(self.sources, self._starts(), shares, strict=True)
+        return np.concatenate([at + np.arange(min(n, count(source))) for source, at, n in pairs])
+
+    def _starts(self) -> Int[np.ndarray, "sources"]:
+        return np.cumsum([0, *map(count, self.sources)])[:-1]
+
+
+def first(rows: Source, size: int) -> Int[np.ndarray, "some"]:
+    """Returns the numbers of the first rows, `size` of them if there are; see `Mixture.first`."""
+    return rows.first(size) if isinstance(rows, Mixture) else np.arange(min(size, count(rows)))
+
+
+def order_of(rows: Source, seed: int) -> Order:
+    """Returns which row each sample is, by its number from the beginning of training on.
+
+    Args:
+      rows: The rows to draw from: each once in an epoch, in an order of its own.
+      seed: Seed of the order, from 0 to 2**32 - 1.
+
+    >>> order = order_of(pack([np.arange(12)], length=2), seed=0)
+    >>> [order[number] for number in range(12)]
+    [5, 3, 1, 0, 4, 2, 3, 5, 4, 1, 0, 2]
+    """
+    if isinstance(rows, Mixture):
+        return order(tuple(map(count, rows.sources)), rows.weights, seed)
+    return order((count(rows),), (1.0,), seed)
+
+
+def batch(
+    rows: Source, step: int, *, size: int, seed: int, here: Bool[np.ndarray, "size"] | None = None
+) -> Rows:
+    """Returns the rows of one step: the samples from number `step * size` on.
 
     Args:
       rows: The rows to draw from.
       step: Number of the step since the start of training, from 0.
-      size: Rows in the batch.
-      seed: Seed of the order.
+      size: Rows in the batch, over all devices and processes.
+      seed: Seed of the order, see `order_of`.
+      here: Which rows of the batch this process needs, see `rows_here`: others are not read, and
+        come as zeros. By default, all.
 
     Raises:
       ValueError: There are fewer rows than `size`.
 
     >>> rows = pack([np.arange(12)], length=2)
     >>> [batch(rows, step, size=2, seed=0).tokens[:, 0].tolist() for step in range(4)]
-    [[6, 4], [10, 8], [0, 2], [2, 8]]
+    [[10, 6], [2, 0], [8, 4], [6, 10]]
     """
-    there = count(rows)
-    if not there // size:
+    if count(rows) < size:
         raise ValueError(
-            f"`batch` needs at least size={size} rows, found {there}: "
+            f"`batch` needs at least size={size} rows, found {count(rows)}: "
             "use more text, shorter rows or smaller batches"
         )
-    epoch, index = divmod(step, there // size)
-    return rows.take(_order(there, seed, epoch)[index * size : (index + 1) * size])
+    samples, numbers = order_of(rows, seed), np.arange(step * size, (step + 1) * size)
+    if here is None or here.all():
+        return rows.take(_rows(samples, numbers))
+    part = rows.take(_rows(samples, numbers[here]))
+    whole = Rows(*np.zeros((3, size, part.tokens.shape[1]), np.int32))
+    for x, y in zip(whole, part, strict=True):
+        x[here] = y
+    return whole
 
 
-@lru_cache(maxsize=1)
-def _order(count: int, seed: int, epoch: int) -> Int[np.ndarray, "count"]:
-    """The order of an epoch's rows; of millions of them it takes longer to draw than a step."""
-    return np.random.default_rng((seed, epoch)).permutation(count)
+def _rows(samples: Order, numbers: Int[np.ndarray, "some"]) -> Int[np.ndarray, "some"]:
+    return np.array([samples[int(number)] for number in numbers], int)
+
+
+def rows_here(sharding: jax.sharding.Sharding, shape: tuple[int, int]) -> Bool[np.ndarray, "size"]:
+    """Returns which rows of a batch the devices of this process hold, at least in part.
+
+    Args:
+      sharding: How the batch is split.
+      shape: Of the batch: rows, and tokens in a row.
+    """
+    found = np.zeros(shape[0], bool)
+    for index in sharding.addressable_devices_indices_map(shape).values():
+        if index is not None:
+            found[index[0]] = True
+    return found
+
+
+def batches(rows: Source, first: int = 0, *, ahead: int = 2, **options) -> Generator[Rows]:
+    """Yields what `batch` returns, step after step; the next ones are read in the background.
+
+    Args:
+      rows: The rows to draw from.
+      first: The step to begin with.
+      ahead: How many steps are read before they are asked for, at least 1.
+      options: Those of `batch`.
+    """
+    import grain
+
+    steps = grain.MapDataset.range(first, np.iinfo(np.int64).max)
+    steps = steps.map(partial(batch, rows, **options))
+    read = grain.ReadOptions(num_threads=1, prefetch_buffer_size=ahead)
+    reader = iter(steps.to_iter_dataset(read))
+    try:
+        yield from reader
+    finally:
+        reader.close()

@@ -1,8 +1,9 @@
-"""What a run trains on, read and checked before its first step: text, or long files of tokens.
+"""What a run trains on, read and checked before its first step: text, tokens, or files of records.
 
 Text is small: it is read whole and becomes documents, one for each file. Tokens are not: their
 files, named `.bin`, are mapped into memory, and the rows of a step are cut out of them as they are
-drawn (`xform.train.tokens`). A folder is what is in it: all text, or all tokens.
+drawn (`xform.train.tokens`). Parquet and array-record hold many documents, of text or of tokens,
+and become such a file (`xform.train.records`). A folder is what is in it: all text, or all tokens.
 """
 
 import dataclasses
@@ -10,11 +11,13 @@ import os
 import warnings
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 
-from xform.train.data import Source, decode, encode, pack
+from xform.train.data import Mixture, Source, decode, encode, pack
+from xform.train.records import Records, hold_tokens, is_records, read_records
 from xform.train.tokens import TokenRows, read_tokens
 
 
@@ -212,29 +215,46 @@ def read(
     *,
     codes: int,
     dtype: str | None = None,
+    column: str | None = None,
     without: Sequence[Path] = (),
-) -> list[np.ndarray]:
-    """Returns the tokens of each text file, or those of each file of tokens.
+) -> Sequence[np.ndarray]:
+    """Returns the tokens of each text file, or those of each file of tokens, or those of records.
 
     Args:
       paths: Files and folders, of text or of tokens. A file is read once, however many names it
         has, and an empty one in a folder is left out, with a warning.
       tokenizer: Of text; bytes are its tokens where there is none.
-      codes, dtype: Of files of tokens, as in `read_tokens`.
+      codes: Size of the vocabulary: every token is below it.
+      dtype: Of files of tokens, as in `read_tokens`; of array-record, as in `read_records`.
+      column: Of Parquet files, as in `read_records`.
       without: Files and folders that are not read, though they are among the others.
 
     Raises:
       ValueError: Something can't be read, or text and tokens are mixed; all that is wrong at once.
     """
-    flat, text = by_kind(paths, without)
-    if not flat:
-        return read_text(paths, tokenizer or BYTES, without=without)
-    wrong = [mixed(flat, text)] if text else []
-    empty = [path for path in flat if path not in paths and _is_empty(path)]
+    flat, text = by_kind(paths, without, dtype=dtype, column=column)
+    tokenizer = tokenizer or BYTES
+    records = [path for path in (*flat, *text) if is_records(path)]
+    wrong = [mixed(flat, text)] if flat and text else []
+    if set(flat) - set(records) and set(flat) & set(records):
+        wrong.append(
+            "there are `.bin` files of tokens and files of records: name only the one or the "
+            "other, or mix them, each by itself (`--mixture`)"
+        )
+    if not flat and not records:
+        return read_text(paths, tokenizer, without=without)
+    empty = [path for path in (*flat, *text) if path not in paths and _is_empty(path)]
+    there = [path for path in (*flat, *text) if path not in empty]
+    if records and not wrong:
+        _note_empty(empty)
+        found = read_records(there, tokenizer.encode, codes=codes, dtype=dtype, column=column)
+        if found.left_out:
+            warnings.warn(f"left out as empty: {found.left_out:,} documents", stacklevel=2)
+        return found
     streams = []
-    for path in flat:
+    for path in (path for path in flat if path not in {*empty, *records}):
         try:
-            streams += [] if path in empty else [read_tokens(path, codes=codes, dtype=dtype)]
+            streams.append(read_tokens(path, codes=codes, dtype=dtype))
         except ValueError as error:
             wrong.append(str(error).removesuffix("."))
     if not streams and not wrong:
@@ -249,9 +269,16 @@ def _is_empty(path: Path) -> bool:
     return path.is_file() and not path.stat().st_size
 
 
-def by_kind(paths: Sequence[Path], without: Sequence[Path] = ()) -> tuple[list[Path], list[Path]]:
-    """Returns the files of tokens, by their names, and the others, of files and whole folders.
+def by_kind(
+    paths: Sequence[Path],
+    without: Sequence[Path] = (),
+    *,
+    dtype: str | None = None,
+    column: str | None = None,
+) -> tuple[list[Path], list[Path]]:
+    """Returns the files of tokens and the others, of files and whole folders.
 
+    Names tell them apart; of records, `hold_tokens` does, which takes `dtype` and `column`.
     What does not exist, or can't be listed, is among one of them, for whoever reads it to say so.
     """
     found: list[Path] = []
@@ -261,7 +288,8 @@ def by_kind(paths: Sequence[Path], without: Sequence[Path] = ()) -> tuple[list[P
             found += list(_files(path, seen))
         except OSError:
             found.append(path)
-    flat = [path for path in found if path.suffix.lower() == ".bin"]
+    holds = partial(hold_tokens, dtype=dtype, column=column)
+    flat = [x for x in found if x.suffix.lower() == ".bin" or (is_records(x) and holds(x))]
     return flat, [path for path in found if path not in set(flat)]
 
 
@@ -276,21 +304,24 @@ def mixed(flat: Sequence[Path], text: Sequence[Path]) -> str:
     """Returns in words that there are files of tokens, and others beside them."""
     some = lambda paths: _some([f"`{path}`" for path in paths], most=3)
     return (
-        f"there are `.bin` files of tokens ({some(flat)}) and text ({some(text)}): name only the "
-        "one or the other"
+        f"there are {'files' if any(map(is_records, flat)) else '`.bin` files'} of tokens "
+        f"({some(flat)}) and text ({some(text)}): name only the one or the other"
     )
 
 
-def hold_out(documents: Sequence[np.ndarray]) -> tuple[list[np.ndarray], list[np.ndarray]]:
+def hold_out(documents: Sequence[np.ndarray]) -> tuple[Sequence[np.ndarray], Sequence[np.ndarray]]:
     """Returns documents to train on and to validate on: every twentieth, from the first.
 
     Where there are fewer than twenty, it is the last twentieth of each. Files of tokens are
-    one stream, whatever it was cut into, and the last twentieth of all its tokens is held out.
+    one stream, whatever it was cut into, and the last twentieth of all its tokens is held out; so
+    are files of records.
 
     >>> train, held_out = hold_out([np.arange(40)])
     >>> held_out
     [array([38, 39])]
     """
+    if isinstance(documents, Records):
+        return documents.split(len(documents.tokens) - len(documents.tokens) // 20)
     stream = _are_tokens(documents)
     if len(documents) >= 20 and not stream:
         return [x for i, x in enumerate(documents) if i % 20], list(documents[::20])
@@ -311,7 +342,7 @@ def _are_tokens(documents: Sequence[np.ndarray]) -> bool:
 def as_rows(
     documents: Sequence[np.ndarray], length: int, separator: int | None = None, name: str = ""
 ) -> Source:
-    """Returns rows of `length` tokens: packed documents, or those of files of tokens.
+    """Returns rows of `length` tokens: packed documents, or those of files of tokens or records.
 
     Args:
       documents: Their tokens.
@@ -323,6 +354,8 @@ def as_rows(
       ValueError: There is no token, or less than one row in the files.
     """
     try:
+        if isinstance(documents, Records):
+            return TokenRows.of([documents.tokens], length, separator, documents.ends)
         if _are_tokens(documents):
             return TokenRows.of(documents, length, separator)
         if not any(map(len, documents)):
@@ -333,7 +366,7 @@ def as_rows(
 
 
 def fingerprint(rows: Source) -> str:
-    """Returns a short text that tells these tokens from others.
+    """Returns a short text that tells these tokens from others, and where documents of records end.
 
     >>> fingerprint(pack([np.arange(6)], length=3))
     '6 tokens, crc32 ...'
@@ -343,4 +376,7 @@ def fingerprint(rows: Source) -> str:
         at_once = max(1, _CHUNK // block.shape[1])
         for start in range(0, len(block), at_once):
             crc = zlib.crc32(block[start : start + at_once].astype("<i4").tobytes(), crc)
+    for part in rows.sources if isinstance(rows, Mixture) else (rows,):
+        if isinstance(part, TokenRows):
+            crc = zlib.crc32(part.ends.astype("<i8").tobytes(), crc)
     return f"{sum(block.size for block in rows.blocks):,} tokens, crc32 {crc:08x}"

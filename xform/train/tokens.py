@@ -23,6 +23,7 @@ _HEADER = 256 * 4
 _CHUNK = 1 << 22
 _SMALL = 1 << 20
 """Bytes of a file up to which it is read, and not mapped into memory."""
+_NOWHERE = np.zeros(0, int)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,13 +31,15 @@ class TokenRows:
     """Rows of one long stream of tokens, cut out as they are drawn; a `Source`.
 
     The files of the stream are laid end to end, and each begins a document, so that no file is too
-    short. A last row that the stream does not fill is left out.
+    short. A last row that the stream does not fill is left out. Inside a file documents end behind
+    a separator, or where `ends` says.
 
     Attributes:
       streams: All tokens, in parts that are usually mapped from files; none is empty.
       first: The place of each part in the stream, and last the size of the stream.
       length: Tokens in a row.
       separator: The token that ends a document, as its last one; None if each part is one document.
+      ends: The places in the stream behind the last tokens of documents, in order.
       blocks: The tokens of all rows in order: views of the parts, and copies of rows that cross
         from one part to the next.
     """
@@ -45,11 +48,16 @@ class TokenRows:
     first: Int[np.ndarray, "parts"]
     length: int
     separator: int | None = None
+    ends: Int[np.ndarray, "_"] = dataclasses.field(default_factory=lambda: _NOWHERE)
     blocks: tuple[Integer[np.ndarray, "_ length"], ...] = ()
 
     @classmethod
     def of(
-        cls, streams: Sequence[np.ndarray], length: int, separator: int | None = None
+        cls,
+        streams: Sequence[np.ndarray],
+        length: int,
+        separator: int | None = None,
+        ends: Int[np.ndarray, "_"] = _NOWHERE,
     ) -> "TokenRows":
         """Returns the rows of `length` tokens of some streams, one behind the other.
 
@@ -60,7 +68,7 @@ class TokenRows:
         first = np.cumsum([0, *map(len, streams)])
         if first[-1] < length:
             raise ValueError(f"a row takes {length} tokens, and there are {first[-1]} of them")
-        rows = cls(streams, first, length, separator)
+        rows = cls(streams, first, length, separator, ends)
         return dataclasses.replace(rows, blocks=tuple(rows._blocks()))
 
     @property
@@ -87,7 +95,10 @@ class TokenRows:
         spans = np.zeros((len(chosen), self.length + 1), np.int32)
         ends = np.zeros(spans.shape, bool)
         for row, span, end in zip(chosen, spans, ends, strict=True):
-            self._copy(int(row) * self.length, span, end)
+            place = int(row) * self.length
+            self._copy(place, span, end)
+            inside = np.searchsorted(self.ends, [place + 1, place + len(span) + 1])
+            end[self.ends[slice(*inside)] - place - 1] = True
         if self.separator is not None:
             ends |= spans == self.separator
         ids = np.cumsum(ends, axis=1, dtype=np.int32) - ends
