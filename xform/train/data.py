@@ -16,6 +16,7 @@ import numpy as np
 from jaxtyping import Int, Int32, Integer
 
 NO_LABEL = -1
+"""The label of a position that has nothing to predict."""
 
 
 class Rows(NamedTuple):
