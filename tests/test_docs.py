@@ -121,12 +121,25 @@ def run(code: str, source: str, scope: dict) -> None:
     exec(compile(code, source, "exec"), scope)
 
 
-@pytest.mark.parametrize("block", BLOCKS, ids=range(1, len(BLOCKS) + 1))
+# These compile for many seconds; what they show is what other tests are about.
+SLOW_BLOCKS = (2, 9)
+SLOW_PAGES = ("flex-attention", "jax", "maxtext")
+
+
+def marked(items, slow):
+    """Parameters by their ids; those of some ids are slow."""
+    marks = lambda name: [pytest.mark.slow] if name in slow else []
+    return [pytest.param(item, id=str(name), marks=marks(name)) for name, item in items]
+
+
+@pytest.mark.parametrize("block", marked(enumerate(BLOCKS, 1), SLOW_BLOCKS))
 def test_a_block_of_the_readme_runs(block):
     run(block, "README.md", {"__name__": "__main__"})
 
 
-@pytest.mark.parametrize("page", [p for p in PAGES if "```" in p.read_text()], ids=here)
+@pytest.mark.parametrize(
+    "page", marked([(p.stem, p) for p in PAGES if "```" in p.read_text()], SLOW_PAGES)
+)
 def test_blocks_of_a_page_run(page):
     """From top to bottom, in one scope, but for what others' programs are shown beside."""
     scope, ran = {"__name__": "__main__"}, 0
