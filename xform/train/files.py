@@ -137,7 +137,7 @@ def read_text(
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     _ = Path(folder, "a.txt").write_text("ab")
     ...     read_text([Path(folder)])
-    [array([97, 98], dtype=uint8)]
+    [array([97, 98], dtype=int32)]
     """
     found, wrong, seen, empty = [], [], _real(without), []
     for path in paths:

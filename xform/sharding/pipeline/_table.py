@@ -109,7 +109,7 @@ def table(schedule: Schedule, times: Times = UNIT, *, split: bool | None = None)
 
     >>> from xform.sharding.pipeline import one_f_one_b
     >>> table(one_f_one_b(2, 4)).numbers.shape[:2]  # ticks, ranks
-    (6, 2)
+    (7, 2)
     """
     verify(schedule)
     schedule = schedule.without_messages()
