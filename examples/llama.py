@@ -82,6 +82,7 @@ SPECS = {
 ONE = TensorParallel()
 WHOLE = ContextParallel()
 HERE = ExpertParallel()
+MASK = causal()  # who sees whom within a document: put your own in its place
 
 
 def specs_of(config: Config) -> dict:
@@ -170,7 +171,7 @@ def through(
     tp: TensorParallel = ONE, scan=one_by_one, cp: ContextParallel = WHOLE, ep=HERE,
 ):  # fmt: skip
     """Returns `stream` after some layers, stacked along their leading dimension."""
-    mask = causal() & documents(cp.whole(ids_BT))
+    mask = MASK & documents(cp.whole(ids_BT))
     # Positions run on over the row: RoPE sees differences alone, and those never leave a document.
     rotation = rotations(cp.positions(ids_BT.shape[1]), config)
     load = Load.none(x_BTM, config.experts, config.layers) if config.experts else None
@@ -271,8 +272,7 @@ def flops_per_token(config: Config, T: int) -> int:
     c = config
     units = c.top_k * c.hidden + c.shared if c.experts else c.hidden
     per_layer = 2 * (c.heads + c.kv_heads) * c.head_size + 3 * units + c.experts
-    products = 6 * c.width * (c.layers * per_layer + c.codes)
-    return products + 6 * c.layers * T * c.heads * c.head_size
+    return 6 * (c.width * (c.layers * per_layer + c.codes) + c.layers * T * c.heads * c.head_size)
 
 
 # ---- text that goes on ---------------------------------------------------------------------------
@@ -288,7 +288,7 @@ def extend(params: dict, tokens_BT, cache: Cache | Pages, config: Config):
 
     def step(x_BTM, of_layer):
         p, before = of_layer
-        return layer(x_BTM, p, causal(), rotation, config, cache=before)[:2]
+        return layer(x_BTM, p, MASK, rotation, config, cache=before)[:2]
 
     x_BTM, after = jax.lax.scan(step, params["embed"][tokens_BT], (params["layers"], cache))
     return rms_norm(x_BTM, params["norm"], config.norm_eps) @ params["unembed"], after

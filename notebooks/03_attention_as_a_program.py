@@ -569,8 +569,9 @@ class cone(Mask):
 (cone(64) & documents(packed)).show(2048)
 
 # %% [markdown]
-# To train a language model on it, copy the class into `examples/llama.py`, where `stream` says
-# `mask = causal() & documents(ids_BT)`. Write `cone(64)` in the place of `causal()`, and run
+# To train a language model on it, copy the imports and the class into `examples/llama.py`, above
+# the line `MASK = causal()`, and make that `MASK = cone(64)`. Then run, in the folder of the
+# repository,
 #
 # ```sh
 # python3 -m venv .uv && .uv/bin/pip install -q uv && .uv/bin/uv run --extra train examples/train.py

@@ -73,6 +73,14 @@ def hfu(
     """Returns the hardware-FLOPs utilisation: of all products that ran, recompute included.
 
     Attention counts the tiles that its mask leaves. Arguments and errors are those of `mfu`.
+
+    >>> import jax, jax.numpy as jnp
+    >>> from xform import cost
+    >>> x = jax.ShapeDtypeStruct((4096, 4096), jnp.bfloat16)
+    >>> twice = jax.grad(jax.checkpoint(lambda x: jnp.sum(jnp.tanh(x @ x) @ x)))
+    >>> costs = cost(twice)(x)
+    >>> hfu(costs, 1e-3, "H200") > mfu(costs, 1e-3, "H200")
+    True
     """
     what = "executed FLOPs: products with recompute, attention by tiles that run"
     return _utilisation("HFU", costs.total.matrix, what, costs, seconds, device, devices)

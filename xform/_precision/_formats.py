@@ -58,6 +58,7 @@ FORMATS = {
     "mxfp4": Format(jnp.float4_e2m1fn, 6.0, 2, 32, jnp.float8_e8m0fnu, 10.0),
     "nvfp4": Format(jnp.float4_e2m1fn, 6.0, 2, 16, jnp.float8_e4m3fn, 10.0),
 }
+"""Formats of 8 and 4 bits, by name; those with blocks have a scale for each."""
 
 
 class Quantised(NamedTuple):

@@ -106,6 +106,7 @@ POLICIES: Mapping[str, Policy] = {
     "mxfp4": Policy(products=Products("mxfp4", None)),
     "nvfp4": Policy(products=Products("nvfp4", None)),
 }
+"""Policies by the names that `precision` takes."""
 
 
 def policy_of(policy: Policy | str) -> Policy:

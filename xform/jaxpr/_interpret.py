@@ -12,7 +12,9 @@ from xform._compat import Jaxpr, JaxprEqn, Literal
 from xform.jaxpr._walk import at_line, own_params, source_line
 
 type Rule = Callable[..., Any] | eqn_rule
+"""What is done in place of an equation: `rule(*operands, **params)`, or an `eqn_rule`."""
 type Rules = Mapping[Any, Rule]  # keys: Primitive | str | tuple[str, str], which Mapping can't vary
+"""Rules by a primitive, its name, or its name and its parameter `name`: `("jit", "clip")`."""
 
 
 @dataclass(frozen=True)
@@ -86,6 +88,12 @@ def run_body(*args, **params):
 
     `interpret` does this unasked. For `rewrite`, `{"jit": run_body}` removes inner jits, and
     `{"custom_jvp_call": run_body}` has JAX derive a function whose declared derivative is void.
+
+    >>> import jax, jax.numpy as jnp
+    >>> from xform.jaxpr import rewrite
+    >>> f = lambda x: jax.jit(jnp.sin)(x) + 1
+    >>> [eqn.primitive.name for eqn in jax.make_jaxpr(rewrite(f, {"jit": run_body}))(1.0).eqns]
+    ['sin', 'add']
     """
     del args, params
     raise TypeError("`run_body` is an entry for a table of rules, and isn't called")

@@ -162,6 +162,11 @@ def source_line(eqn: JaxprEqn) -> str:
     In a notebook the file is the cell, `"In[3]:2 (f)"`. Frames of JAX and of xform are skipped.
     Where JAX recorded no other, the answer is `"unknown"`: in `lax.map(jnp.sin, x)` no line of the
     user's made the sine.
+
+    >>> import jax, jax.numpy as jnp
+    >>> f = lambda x: jnp.sin(x)
+    >>> source_line(jax.make_jaxpr(f)(1.0).eqns[0])
+    '<doctest ...source_line[1]>:1 (<lambda>)'
     """
     return _line_of(eqn.source_info.traceback)
 

@@ -323,6 +323,7 @@ def _with_sinks(out, lse, sinks):
 
 
 flex_attention_p = Primitive("flex_attention")
+"""The equation that a call is in a jaxpr, as a key of tables of rules."""
 flex_attention_p.multiple_results = True
 
 

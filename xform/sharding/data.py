@@ -77,6 +77,13 @@ def gather(tree: PyTree, specs: PyTree, axis: str) -> PyTree:
 
     Raises:
       ValueError: Lists the leaves whose dimension other axes split within `axis`.
+
+    >>> from xform.sharding import make_mesh, shardings
+    >>> mesh = make_mesh(dp=4, devices=jax.devices()[:4])
+    >>> f = lambda w: gather(w, jax.P("dp"), "dp")[None]
+    >>> f = jax.shard_map(f, mesh=mesh, in_specs=jax.P("dp"), out_specs=jax.P("dp"))
+    >>> f(jax.device_put(jnp.arange(8.0), shardings(mesh, jax.P("dp")))).shape  # each has all 8
+    (4, 8)
     """
     dims = jax.tree.map(lambda spec: split_dim(spec, axis), specs, is_leaf=is_spec)
     inside = lambda axes: axis in axes and axes[-1] != axis
@@ -154,6 +161,10 @@ def accumulate(f: Callable, microbatches: int) -> Callable:
     Args:
       f: A function of anything and rows; results are trees of numbers that may be added.
       microbatches: The number of parts, which have equally many rows.
+
+    >>> f = lambda w, rows: (w * rows).sum()
+    >>> accumulate(f, 2)(jnp.array(2.0), jnp.arange(4.0))
+    Array(12., dtype=float32)
     """
 
     def summed(whole, rows):

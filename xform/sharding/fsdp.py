@@ -43,6 +43,7 @@ from xform.sharding._specs import axes_by_dim, is_spec
 from xform.sharding.data import per_device
 
 type Layer = Callable[[PyTree, PyTree], PyTree]
+"""`layer(x, params) -> x`, of gathered parameters."""
 
 
 class Late(NamedTuple):
@@ -174,6 +175,19 @@ def late(stack: PyTree, gather: Callable[[PyTree], PyTree]) -> Late:
     Args:
       stack: This device's parts of all layers' parameters.
       gather: Makes the whole of them, as that of `scan_layers` does for one layer.
+
+    >>> from xform.sharding import make_mesh, shardings
+    >>> from xform.sharding.data import gather
+    >>> mesh = make_mesh(dp=2, devices=jax.devices()[:2])
+    >>> whole = lambda w: gather(w, P("dp"), "dp")
+    >>> def loss(x, stack):
+    ...     layer = lambda x, w: jnp.tanh(x @ w)
+    ...     layers = late(stack, lambda w: gather(w, P(None, "dp"), "dp"))
+    ...     return scan_layers(layer, x, layers, gather=whole)
+    >>> specs = (P("dp"), P(None, "dp"))
+    >>> f = jax.jit(jax.shard_map(loss, mesh=mesh, in_specs=specs, out_specs=P("dp")))
+    >>> f(*jax.device_put((jnp.ones((4, 2)), jnp.ones((3, 2, 2))), shardings(mesh, specs))).shape
+    (4, 2)
     """
     with declare("fsdp.late", once=True):
         return _late(gather, stack)

@@ -108,6 +108,13 @@ def add_up(
     Returns:
       The sum of totals, and that of counts as a number of the same dtype: 1 where nothing counts,
       whose mean is 0.
+
+    >>> from xform.sharding import make_mesh, shardings
+    >>> mesh = make_mesh(dp=2, devices=jax.devices()[:2])
+    >>> f = lambda losses: add_up(losses.sum(), jnp.sum(losses > 0), "dp")
+    >>> f = jax.shard_map(f, mesh=mesh, in_specs=jax.P("dp"), out_specs=jax.P())
+    >>> f(jax.device_put(jnp.array([1.0, 2.0, 3.0, 0.0]), shardings(mesh, jax.P("dp"))))
+    (Array(6., dtype=float32), Array(3., dtype=float32))
     """
     axes = (axes,) if isinstance(axes, str) else tuple(axes)
     with declare("loss.add_up", *axes):

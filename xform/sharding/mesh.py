@@ -23,6 +23,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jaxtyping import PyTree
 
 AXES = ("dp", "pp", "cp", "tp", "ep")
+"""The axes of a mesh, outermost first; `ep`, where there are experts, is the last."""
 
 # A device may run several operations at once, each of which can hold a thread in a collective.
 _THREADS_PER_DEVICE = 4

@@ -84,6 +84,15 @@ def dropout(x: jax.Array, rate: float, key: jax.Array, shape: Sequence[int], spe
       x: This device's part.
       rate: At least 0 and below 1.
       key, shape, spec: As of `local_key`.
+
+    >>> from xform.sharding import make_mesh
+    >>> mesh = make_mesh(dp=2, devices=jax.devices()[:2])
+    >>> f = lambda x, key: dropout(x, 0.5, key, (4, 3), P("dp"))
+    >>> f = jax.shard_map(f, mesh=mesh, in_specs=(P("dp"), P()), out_specs=P("dp"))
+    >>> place = lambda x, spec: jax.device_put(x, jax.NamedSharding(mesh, spec))
+    >>> out = f(place(jnp.ones((4, 3)), P("dp")), place(jax.random.key(0), P()))
+    >>> sorted({*out.ravel().tolist()})
+    [0.0, 2.0]
     """
     if not 0 <= rate < 1:
         raise ValueError(f"`dropout` needs a rate of at least 0 and below 1; found {rate=}")

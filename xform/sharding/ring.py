@@ -186,7 +186,19 @@ def _matmul_scatter(axis: str, dim: int, x: Array, weight: Array) -> Array:
 
 
 def gather_matmul_bwd(axis: str, dim: int, saved: tuple, dys: tuple) -> tuple:
-    """The derivative of `gather_matmul`, however that was computed."""
+    """The derivative of `gather_matmul`, however that was computed.
+
+    >>> from xform.sharding import make_mesh, shardings
+    >>> mesh = make_mesh(tp=2, devices=jax.devices()[:2])
+    >>> rows, columns = jax.P("tp"), jax.P(None, "tp")
+    >>> back = lambda x, w, dy: gather_matmul_bwd("tp", 0, (x, (w,)), (dy,))
+    >>> specs = dict(in_specs=(rows, columns, columns), out_specs=(rows, (columns,)))
+    >>> args = jnp.ones((8, 3)), jnp.ones((3, 4)), jnp.ones((8, 4))
+    >>> args = jax.device_put(args, shardings(mesh, (rows, columns, columns)))
+    >>> dx, (dw,) = jax.shard_map(back, mesh=mesh, **specs)(*args)
+    >>> dx.shape, dw.shape
+    ((8, 3), (3, 4))
+    """
     x, weights = saved
     dx = _scattered(axis, dim, dys, tuple(w.T for w in weights))
     rows = x.shape[dim]
@@ -243,7 +255,13 @@ _WRONG_RESULTS = "--xla_gpu_use_memcpy_local_p2p"
 
 
 def checked(name: str, x: Array, axis: str, dim: int) -> int:
-    """Returns `dim` counted from the front, once it is known that arguments fit."""
+    """Returns `dim` counted from the front, once it is known that arguments fit.
+
+    >>> checked("gather_matmul", jnp.ones((8, 3)), "tp", -1)  # doctest: +IGNORE_EXCEPTION_DETAIL
+    Traceback (most recent call last):
+        ...
+    ValueError: `gather_matmul`: `x` is the same on all devices of 'tp'; ...
+    """
     wrong = []
     if axis not in varying_axes(x):
         wrong.append(

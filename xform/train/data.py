@@ -23,6 +23,7 @@ from jaxtyping import Bool, Int, Int32, Integer
 from xform.train.order import Order, order
 
 NO_LABEL = -1
+"""The label of a position that has nothing to predict."""
 
 
 class Rows(NamedTuple):

@@ -37,6 +37,7 @@ class Tokenizer:
 
 
 BYTES = Tokenizer(256, encode, decode)
+"""Bytes as tokens."""
 
 
 def load_tokenizer(path: Path | str | None, codes: int) -> Tokenizer:
@@ -84,7 +85,11 @@ def _hugging_face(path: Path) -> Tokenizer:
 
 
 def fingerprint_of_tokenizer(path: Path | str | None) -> str | None:
-    """Returns a short text that tells a tokenizer from others; None if its file can't be read."""
+    """Returns a short text that tells a tokenizer from others; None if its file can't be read.
+
+    >>> fingerprint_of_tokenizer(None), fingerprint_of_tokenizer("nowhere.json")
+    ('bytes', None)
+    """
     if path is None:
         return "bytes"
     try:
@@ -98,6 +103,9 @@ def encode_prompt(tokenizer: Tokenizer, prompt: str) -> np.ndarray:
 
     Raises:
       ValueError: There are none, or it can't be encoded.
+
+    >>> encode_prompt(BYTES, "def ").tolist()
+    [100, 101, 102, 32]
     """
     try:
         tokens = tokenizer.encode(prompt.encode())
@@ -127,6 +135,12 @@ def read_text(
 
     Raises:
       ValueError: Lists every path that is missing, empty, unreadable or not UTF-8.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     _ = Path(folder, "a.txt").write_text("ab")
+    ...     read_text([Path(folder)])
+    [array([97, 98], dtype=int32)]
     """
     found, wrong, seen, empty = [], [], _real(without), []
     for path in paths:
@@ -231,6 +245,12 @@ def read(
 
     Raises:
       ValueError: Something can't be read, or text and tokens are mixed; all that is wrong at once.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     np.array([7, 8], "<u2").tofile(Path(folder, "train.bin"))
+    ...     read([Path(folder)], None, codes=10, dtype="uint16")
+    [array([7, 8], dtype=uint16)]
     """
     flat, text = by_kind(paths, without, dtype=dtype, column=column)
     tokenizer = tokenizer or BYTES
@@ -280,6 +300,9 @@ def by_kind(
 
     Names tell them apart; of records, `hold_tokens` does, which takes `dtype` and `column`.
     What does not exist, or can't be listed, is among one of them, for whoever reads it to say so.
+
+    >>> by_kind([Path("a.bin"), Path("b.txt")])
+    ([...Path('a.bin')], [...Path('b.txt')])
     """
     found: list[Path] = []
     seen = _real(without) if without else set()
@@ -294,14 +317,22 @@ def by_kind(
 
 
 def nothing_at(paths: Sequence[Path]) -> list[str]:
-    """Returns in words which paths lead to no file, for whoever misses one of a kind."""
+    """Returns in words which paths lead to no file, for whoever misses one of a kind.
+
+    >>> nothing_at([Path("nowhere")])
+    ['`nowhere` does not exist']
+    """
     missing = [f"`{path}` does not exist" for path in paths if not path.exists()]
     folders = [path for path in paths if path.is_dir() and by_kind([path]) == ([], [])]
     return missing + [f"`{path}` holds no file" for path in folders]
 
 
 def mixed(flat: Sequence[Path], text: Sequence[Path]) -> str:
-    """Returns in words that there are files of tokens, and others beside them."""
+    """Returns in words that there are files of tokens, and others beside them.
+
+    >>> mixed([Path("a.bin")], [Path("b.txt")])
+    'there are `.bin` files of tokens (`a.bin`) and text (`b.txt`): name only the one or the other'
+    """
     some = lambda paths: _some([f"`{path}`" for path in paths], most=3)
     return (
         f"there are {'files' if any(map(is_records, flat)) else '`.bin` files'} of tokens "
@@ -352,6 +383,9 @@ def as_rows(
 
     Raises:
       ValueError: There is no token, or less than one row in the files.
+
+    >>> as_rows([np.arange(6)], length=3).tokens.tolist()
+    [[0, 1, 2], [3, 4, 5]]
     """
     try:
         if isinstance(documents, Records):

@@ -105,6 +105,12 @@ def replace(path: Path, data: bytes) -> None:
 
     Raises:
       OSError: It could not be written, for want of space for example; the old contents are there.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     replace(Path(folder) / "run.json", b"{}")
+    ...     (Path(folder) / "run.json").read_text()
+    '{}'
     """
     part = path.with_name(path.name + ".part")
     try:

@@ -58,6 +58,12 @@ def begin(
       FileExistsError: It shall begin, and there is a run already.
       FileNotFoundError: It shall go on, and there is none.
       OSError: The folder can't be made or written to.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     path = begin(Path(folder) / "one", {"seed": 0}, data="six tokens")
+    ...     read_run(path)["config"]
+    {'seed': 0}
     """
     config = json.loads(json.dumps(dict(config)))  # as it will be read
     if resume:
@@ -90,6 +96,11 @@ def read_run(folder: Path | str) -> dict:
     Raises:
       FileNotFoundError: There is no run in the folder.
       ValueError: What is there is none.
+
+    >>> read_run("nowhere")
+    Traceback (most recent call last):
+        ...
+    FileNotFoundError: there is no run in `nowhere`: it has no `run.json`.
     """
     path = Path(folder) / "run.json"
     try:
@@ -108,6 +119,12 @@ def newest_run(root: Path | str = "runs") -> Path:
 
     Raises:
       FileNotFoundError: There is none.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     _ = begin(Path(folder) / "one", {})
+    ...     newest_run(folder).name
+    'one'
     """
     runs = sorted(Path(root).glob("*/run.json"), key=lambda path: path.stat().st_mtime)
     if not runs:
@@ -155,7 +172,11 @@ def _start() -> dict:
 
 
 def versions() -> dict[str, str]:
-    """Returns the versions of Python and of the packages that a run stands on."""
+    """Returns the versions of Python and of the packages that a run stands on.
+
+    >>> sorted(versions())[:3]
+    ['jax', 'jaxlib', 'numpy']
+    """
     found = {"python": platform.python_version()}
     for package in _PACKAGES:
         try:
@@ -238,6 +259,10 @@ def told(program: str) -> Iterator[None]:
 
     Args:
       program: The file of the program, or any other in its folder.
+
+    >>> with told(__file__):
+    ...     print("no error, nothing told")
+    no error, nothing told
     """
     try:
         yield

@@ -132,6 +132,13 @@ def read_tokens(path: Path, *, codes: int, dtype: str | None = None) -> np.ndarr
     Raises:
       ValueError: The file is missing, empty, unreadable or cut off, is or looks like something
         else, or holds a token outside of the vocabulary.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     path = Path(folder) / "train.bin"
+    ...     np.arange(6, dtype="<u2").tofile(path)
+    ...     read_tokens(path, codes=8, dtype="uint16").tolist()
+    [0, 1, 2, 3, 4, 5]
     """
     if dtype not in (None, "uint16", "uint32"):
         raise ValueError(f"a file of tokens is of dtype uint16 or uint32, found {dtype!r}")

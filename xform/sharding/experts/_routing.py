@@ -226,7 +226,13 @@ def _shares(logits: Float[Array, "... E"], routing: Routing) -> Float[Array, "..
 
 
 def load_of(routes: Routes, routing: Routing) -> Load:
-    """Returns how much the tokens of these routes ask of each expert; nothing is dropped yet."""
+    """Returns how much the tokens of these routes ask of each expert; nothing is dropped yet.
+
+    >>> routing = Routing(4, 2)
+    >>> load = load_of(route(jnp.ones((6, 3)), jnp.ones((3, 4)), routing), routing)
+    >>> load.chosen.tolist(), float(load.tokens)  # ties go to the first
+    ([6.0, 6.0, 0.0, 0.0], 6.0)
+    """
     logits = routes.logits.reshape(-1, routing.experts)
     lse = jax.nn.logsumexp(logits, -1)
     chosen = jnp.sum(counts(routes.experts.reshape(1, -1), routing.experts), 0)
@@ -253,6 +259,11 @@ def total(load: Load) -> Load:
     """Returns the load of all devices, the same on all: one sum over the axes that it varies over.
 
     To be called inside `jax.shard_map`, outside of loops: loads of layers are summed at once.
+
+    >>> routing = Routing(4, 2)
+    >>> load = load_of(route(jnp.ones((6, 3)), jnp.ones((3, 4)), routing), routing)
+    >>> float(total(load).tokens)  # on one device, the same
+    6.0
     """
     axes = tuple(sorted(varying_axes(load.tokens)))
     with declare("experts.total", *axes):
@@ -263,6 +274,11 @@ def balance_loss(load: Load) -> Float[Array, "*layers"]:
     """Returns how unevenly experts are used: 1 where they are used alike, E where one is alone.
 
     Its gradient is that of the scores: what was chosen has none.
+
+    >>> even = Load(jnp.ones(4), jnp.ones(4), jnp.zeros(()), jnp.array(4.0), jnp.zeros(()))
+    >>> alone = even._replace(chosen=4 * jnp.eye(4)[0], scores=4 * jnp.eye(4)[0])
+    >>> float(balance_loss(even)), float(balance_loss(alone))
+    (1.0, 4.0)
     """
     tokens = jnp.maximum(load.tokens, 1)[..., None]
     choices = jnp.maximum(jnp.sum(load.chosen, -1, keepdims=True), 1)
@@ -271,7 +287,12 @@ def balance_loss(load: Load) -> Float[Array, "*layers"]:
 
 
 def z_loss(load: Load) -> Float[Array, "*layers"]:
-    """Returns the mean square of the router's log-sum-exp, which keeps logits small."""
+    """Returns the mean square of the router's log-sum-exp, which keeps logits small.
+
+    >>> load = Load(jnp.ones(2), jnp.ones(2), jnp.array(18.0), jnp.array(2.0), jnp.zeros(()))
+    >>> float(z_loss(load))
+    9.0
+    """
     return load.squares / jnp.maximum(load.tokens, 1)
 
 

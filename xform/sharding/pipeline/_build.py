@@ -175,7 +175,6 @@ def dualpipe_v(ranks: int, microbatches: int) -> Schedule:
     return Schedule([_only(row(rank), microbatches) for rank in range(ranks)], "DualPipe-V")
 
 
-# By the names that the command line knows.
 BUILDERS: dict[str, Callable[..., Schedule]] = {
     "gpipe": gpipe,
     "1f1b": one_f_one_b,
@@ -184,6 +183,7 @@ BUILDERS: dict[str, Callable[..., Schedule]] = {
     "zb-v": zb_v,
     "dualpipe-v": dualpipe_v,
 }
+"""Functions that make schedules, by the names that the command line knows."""
 
 
 def build(name: str, ranks: int, microbatches: int, **options) -> Schedule:

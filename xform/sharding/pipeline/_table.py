@@ -106,6 +106,10 @@ def table(schedule: Schedule, times: Times = UNIT, *, split: bool | None = None)
       ScheduleError: the schedule can't run.
       ValueError: ranks own different numbers of stages, or a stage's successor is neither on its
         rank nor on one beside it (the last and the first are beside each other).
+
+    >>> from xform.sharding.pipeline import one_f_one_b
+    >>> table(one_f_one_b(2, 4)).numbers.shape[:2]  # ticks, ranks
+    (7, 2)
     """
     verify(schedule)
     schedule = schedule.without_messages()

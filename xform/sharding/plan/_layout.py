@@ -120,6 +120,10 @@ def reasons_against(
       layout: how it is split.
       tokens: of a batch, over all devices.
       tp_in_node: whether `tp` must stay within a node.
+
+    >>> from xform.sharding.plan import LLAMA_3_405B, machine
+    >>> reasons_against(LLAMA_3_405B, machine("H100", 16), Layout(tp=16), tokens=2**20)
+    ['tp=16 is more than the 8 devices of a node', 'kv_heads=8 is no multiple of tp=16']
     """
     lay, wrong = layout, []
     numbers = {name: getattr(lay, name) for name in (*AXES, "microbatches", "chunks")}
