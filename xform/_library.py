@@ -10,6 +10,7 @@ of what the forward pass leaves for the backward, a zero in each of a million pl
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -34,6 +35,7 @@ _AS_IT_IS = VIEWS - {"optimization_barrier", "bitcast_convert_type"}
 _SUMS = ("reduce_sum", "reduce_max", "reduce_min")
 _TYPES = ("float32", "float64", "bfloat16")
 _ENOUGH = 4096
+_MOST = 100  # instructions of one kernel
 
 
 class Made(Node):
@@ -207,18 +209,21 @@ def _kernel(
 def _grow(
     start: Node, readers: Mapping[Value, Sequence[Node | None]], groups: Mapping[Node, _Group]
 ) -> _Group:
-    """Adds what only the group reads, and the one reader of its result, until nothing is left."""
+    """Adds what only the group reads, and the one reader of its result, until it is too large."""
     group = _Group(start, {start: None})
-    reads = list(start.ins)
+    reads = deque(start.ins)
 
-    def take(node: Node) -> None:
+    def take(node: Node) -> bool:
         found = groups[node].members if node in groups else {node: None}
+        if _instructions([*group.members, *found]) > _MOST:
+            return False
         group.members.update(found)
         reads.extend(v for member in found for v in member.ins)
+        return True
 
     while True:
         while reads:
-            v = reads.pop()
+            v = reads.popleft()
             node = v.node
             if node is None or node in group.members or not (node in groups or _joins(node)):
                 continue
@@ -226,10 +231,16 @@ def _grow(
                 take(node)
         after = readers.get(group.root.outs[0], ())
         node = after[0] if len(after) == 1 else None
-        if node is None or not (node in groups or _joins(node)):
+        if node is None or not (node in groups or _joins(node)) or not take(node):
             return group
-        take(node)
         group.root = groups[node].root if node in groups else node
+
+
+def _instructions(nodes: Sequence[Node]) -> int:
+    """How many XLA counts in a group: the operands and the start of each sum as well."""
+    read = {v for node in nodes for v in node.ins}
+    made = {v for node in nodes for v in node.outs}
+    return len(nodes) + len(read - made) + 1
 
 
 def _starts(node: Node) -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -219,6 +220,9 @@ def merge(region: Region) -> Region:
                     same[out] = first.setdefault(made_inside, out)
         if node.regions or node.eqn.effects:
             continue
+        if (chosen := _chosen(node, spread)) is not None:
+            same[node.outs[0]] = chosen
+            continue
         ins = tuple(
             v if v.known is None or v.size > 1 else (v.aval, np.asarray(v.known).tobytes())
             for v in node.ins
@@ -240,6 +244,35 @@ def merge(region: Region) -> Region:
             same.update(zip(node.outs, twin.outs, strict=True))
     region.outputs = [w if (w := find(v)).aval == v.aval else v for v in region.outputs]
     return region
+
+
+def _chosen(node: Node, spread: Mapping[Value, tuple[Value, Any]]) -> Value | None:
+    """Which of its operands a choice takes, where constants decide that."""
+    if node.name != "select_n":
+        return None
+    which, *cases = node.ins
+    found = _folded(spread[which][0] if which in spread else which)
+    return None if found is None else cases[int(found)]
+
+
+# What a compiler computes of numbers that it knows.
+_FOLDS: dict[str, Callable] = {
+    **{name: getattr(operator, name) for name in ("add", "sub", "mul")},
+    **{name: getattr(operator, name) for name in ("eq", "ne", "lt", "le", "gt", "ge")},
+    **dict.fromkeys(("convert_element_type", "broadcast_in_dim"), lambda x: x),
+}  # fmt: skip
+
+
+def _folded(v: Value, depth: int = 8) -> float | None:
+    """What a single number is, as far as constants tell."""
+    if v.size != 1:
+        return None
+    if v.known is not None:
+        return np.asarray(v.known).item()
+    if v.node is None or v.node.name not in _FOLDS or not depth:
+        return None
+    args = [_folded(x, depth - 1) for x in v.node.ins]
+    return None if None in args else _FOLDS[v.node.name](*args)
 
 
 # What puts the dimensions of an array among others.
