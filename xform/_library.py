@@ -221,17 +221,26 @@ def _grow(
         reads.extend(v for member in found for v in member.ins)
         return True
 
+    # XLA has one limit for all: what keeps the first dimension grows with the batch, and a limit on
+    # it would make a larger batch need less. Of what a small sum reads the same holds.
+    least = 0 if 0 not in start.eqn.params["axes"] else _ENOUGH
+    alike = start.ins[0].size if start.ins[0].size < least else None
+
+    def fits(node: Node | None) -> bool:
+        if node is None or node in group.members:
+            return False
+        if alike is not None:
+            return node.outs[0].size == alike and _joins(node, 0)
+        return node in groups or _joins(node, least)
+
     while True:
         while reads:
             v = reads.popleft()
-            node = v.node
-            if node is None or node in group.members or not (node in groups or _joins(node)):
-                continue
-            if all(reader in group.members for reader in readers[v]):
-                take(node)
+            if fits(v.node) and all(reader in group.members for reader in readers[v]):
+                take(v.node)
         after = readers.get(group.root.outs[0], ())
         node = after[0] if len(after) == 1 else None
-        if node is None or not (node in groups or _joins(node)) or not take(node):
+        if not fits(node) or not take(node):
             return group
         group.root = groups[node].root if node in groups else node
 
@@ -245,25 +254,30 @@ def _instructions(nodes: Sequence[Node]) -> int:
 
 def _starts(node: Node) -> bool:
     """Whether the library takes a node, and with it what is around it."""
-    return node.name in _SUMS and _is_enough(node) and _has_types(node)
+    return node.name in _SUMS and _has_types(node)
 
 
-def _joins(node: Node) -> bool:
+def _joins(node: Node, least: int) -> bool:
     """Whether the library takes a node together with a sum."""
     if node.name == "dot_general":
         return _takes_product(node) and _has_types(node)
-    if node.name in _AS_IT_IS or node.name == "broadcast_in_dim":
-        return _has_types(node)
-    return node.name in (*_BY_ELEMENT, *_SUMS) and _is_enough(node) and _has_types(node)
+    if node.name in _SUMS:
+        return _is_enough(node, least) and _has_types(node)
+    return _is_by_element(node) and (node.name not in _BY_ELEMENT or _is_enough(node, least))
+
+
+def _is_by_element(node: Node) -> bool:
+    known = node.name in _BY_ELEMENT or node.name in _AS_IT_IS or node.name == "broadcast_in_dim"
+    return known and _has_types(node)
+
+
+def _is_enough(node: Node, least: int) -> bool:
+    return max(v.size for v in (*node.ins, *node.outs)) >= least
 
 
 def _has_types(node: Node) -> bool:
     values: Iterable[Value] = (*node.ins, *node.outs)
     return all(getattr(v.aval, "dtype", None) in _TYPES for v in values)
-
-
-def _is_enough(node: Node) -> bool:
-    return max(v.size for v in (*node.ins, *node.outs)) >= _ENOUGH
 
 
 def _takes_product(node: Node) -> bool:

@@ -223,6 +223,9 @@ def merge(region: Region) -> Region:
         if (chosen := _chosen(node, spread)) is not None:
             same[node.outs[0]] = chosen
             continue
+        if node.name in _SUMS and node.outs[0].size == node.ins[0].size:
+            same[node.outs[0]] = node.ins[0]  # over dimensions of one element
+            continue
         ins = tuple(
             v if v.known is None or v.size > 1 else (v.aval, np.asarray(v.known).tobytes())
             for v in node.ins
@@ -275,6 +278,7 @@ def _folded(v: Value, depth: int = 8) -> float | None:
     return None if None in args else _FOLDS[v.node.name](*args)
 
 
+_SUMS = ("reduce_sum", "reduce_max", "reduce_min", "reduce_prod")
 # What puts the dimensions of an array among others.
 _SPREADS = ("broadcast_in_dim", "reshape", "squeeze", "expand_dims")
 
