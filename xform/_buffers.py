@@ -58,6 +58,10 @@ _IN_PLACE = _names(
 
 
 _SPREAD = ("broadcast_in_dim", "iota")
+# What reads other places than it writes.
+_MOVES = _names(
+    "transpose copy rev gather concatenate pad slice dynamic_slice split broadcast_in_dim"
+)
 
 
 @dataclass
@@ -111,6 +115,7 @@ class Plan:
         self.again: dict[Value, frozenset] = {}
         self.kept = self._kept()
         self.leaves = self._leaves()
+        self.bent = self._bent() if cpu else {}
 
     def bytes(self, v: Value) -> int:
         return self.local.get(v, v.bytes)
@@ -191,6 +196,19 @@ class Plan:
                     leaves[v] = below
         return leaves
 
+    def _bent(self) -> dict[Value, frozenset]:
+        """The buffers of which each value is computed from other places than its own."""
+        bent: dict[Value, frozenset] = {}
+        for node in self.region.nodes:
+            found: frozenset = frozenset()
+            for v in node.ins:
+                if node.name in _MOVES:
+                    found |= self.reads(node, v)
+                elif v not in self.kept or v in self.again:
+                    found |= bent.get(v, frozenset())
+            bent.update(dict.fromkeys(node.outs, found))
+        return bent
+
     def reads(self, node: Node, v: Value) -> frozenset:
         """The buffers that a node reads for its operand `v`."""
         again = self.again.get(self.root(v)) if _fuses_operands(node, v) else None
@@ -263,6 +281,7 @@ class Plan:
                     continue
                 size = self.bytes(v)
                 leaves = {x for may in _overwritten(node, j) for x in self.reads(node, may)}
+                leaves -= self.bent.get(v, frozenset())
                 span = next(
                     (s for s in over if s.bytes == size and s.values[-1][1] in leaves), None
                 )
@@ -374,8 +393,6 @@ def _overwritten(node: Node, result: int) -> Sequence[Value]:
 
     A kernel over any, an update in place over what it updates, a loop over the start of its carry.
     """
-    if node.name == "copy":  # in another order of dimensions
-        return ()
     if _fusible(node):
         return node.ins
     if node.name in _IN_PLACE:

@@ -95,11 +95,13 @@ def _spread(region: Region) -> None:
     nodes = []
     for node in region.nodes:
         if node.name == "broadcast_in_dim":
-            dims = node.eqn.params["broadcast_dimensions"]
-            spread.setdefault(_spread_key(node, 0, dims), node.outs[0])
+            spread.setdefault(_spread_key(node, 0), node.outs[0])
+        if node.name == "logistic":  # 1 / (1 + exp(-x))
+            one = ShapedArray((), node.outs[0].aval.dtype)
+            node.ins.append(Value(one, known=np.ones((), one.dtype)))
         for i in _small(node):
             v = node.ins[i]
-            key = _spread_key(node, i, range(len(aval(node.eqn.invars[i]).shape)))
+            key = _spread_key(node, i)
             if key not in spread:
                 spread[key] = out = Value(ShapedArray(node.outs[0].aval.shape, v.aval.dtype))
                 out.node = Made("broadcast_in_dim", node, [v], [out])
@@ -116,13 +118,16 @@ def _small(node: Node) -> list[int]:
     return [i for i, v in enumerate(node.ins) if v.size < node.outs[0].size]
 
 
-def _spread_key(node: Node, i: int, dims: Sequence[int]) -> tuple:
+def _spread_key(node: Node, i: int) -> tuple:
     """Of what, and in which places of the result's dimensions of more than one element."""
     v, shape = node.ins[i], node.outs[0].aval.shape
     wide = [d for d, n in enumerate(shape) if n > 1]
-    size = aval(node.eqn.invars[i]).shape
-    at = tuple(wide.index(d) for d, n in zip(dims, size, strict=False) if n > 1)
-    what = np.asarray(v.known).tobytes() if v.known is not None and v.size == 1 else v
+    if v.known is not None and v.size == 1:
+        what, at = np.asarray(v.known).tobytes(), ()
+    else:
+        size = aval(node.eqn.invars[i]).shape
+        dims = node.eqn.params.get("broadcast_dimensions", range(len(size)))
+        what, at = v, tuple(wide.index(d) for d, n in zip(dims, size, strict=True) if n > 1)
     return v.aval.dtype, what, at, tuple(shape[d] for d in wide)
 
 
@@ -221,9 +226,7 @@ def _grow(
         reads.extend(v for member in found for v in member.ins)
         return True
 
-    # XLA has one limit for all: what keeps the first dimension grows with the batch, and a limit on
-    # it would make a larger batch need less. Of what a small sum reads the same holds.
-    least = 0 if 0 not in start.eqn.params["axes"] else _ENOUGH
+    least = _least(start)
     alike = start.ins[0].size if start.ins[0].size < least else None
 
     def fits(node: Node | None) -> bool:
@@ -243,6 +246,18 @@ def _grow(
         if not fits(node) or not take(node):
             return group
         group.root = groups[node].root if node in groups else node
+
+
+def _least(start: Node) -> int:
+    """How many elements are worth it that another node is added to a sum.
+
+    XLA has one limit for all. But what keeps the first dimension grows with the batch, and a limit
+    on it would make a larger batch need less: there it goes by how much each sum takes in.
+    """
+    summed, out = start.ins[0].size, start.outs[0].size
+    if 0 in start.eqn.params["axes"]:
+        return _ENOUGH
+    return summed if summed >= _ENOUGH * out else 0
 
 
 def _instructions(nodes: Sequence[Node]) -> int:
