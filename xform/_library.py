@@ -64,6 +64,7 @@ def hand_over(region: Region) -> Region:
     for node in region.nodes:
         for inner in node.regions.values() if node.name != "pallas_call" else ():
             hand_over(inner)
+    _turn(region)
     _copy(region)
     _spread(region)
     region.nodes[:] = _grouped(region)
@@ -71,6 +72,20 @@ def hand_over(region: Region) -> Region:
 
 
 # ---- what it reads -------------------------------------------------------------------------------
+
+
+def _turn(region: Region) -> None:
+    """Makes copies of transposed arrays, but of matrices that a product makes or reads."""
+    alone = {v for node in region.nodes if node.name != "dot_general" for v in node.ins}
+    alone.update(region.outputs)
+    for i, node in enumerate(region.nodes):
+        if node.name != "transpose":
+            continue
+        order = [d for d in node.eqn.params["permutation"] if aval(node.eqn.invars[0]).shape[d] > 1]
+        maker, out = node.ins[0].node, node.outs[0]
+        folded = out not in alone or (maker is not None and maker.name == "dot_general")
+        if order != sorted(order) and not (folded and len(order) == 2):
+            region.nodes[i] = out.node = Made("copy", node, node.ins, node.outs)
 
 
 def _copy(region: Region) -> None:
