@@ -153,10 +153,10 @@ class Plan:
                 ends[v] = into = self._sinks(readers.get(v, ()), kept, ends)
                 worth = _worth_keeping(node, v, self.cpu)
                 # A CPU's compiler goes by who reads a value, of which here none needs it.
-                twice = len(into) > 1 and (node.name in EXPENSIVE if self.cpu else worth)
+                twice = len(into) > 1 and (_is_expensive(node, True) if self.cpu else worth)
                 if v in forced or not _fusible(node) or twice:
                     kept.add(v)
-                worth = worth and (v in direct or node.name in EXPENSIVE)
+                worth = worth and (v in direct or _is_expensive(node, self.cpu))
                 if self.cpu and v in forced and _fusible(node) and not worth:
                     self.again[v] = frozenset()
         for v in self.stacked.intersection(self.region.inputs):
@@ -429,7 +429,12 @@ def _worth_keeping(node: Node, v: Value, cpu: bool) -> bool:
     large = {x for x in node.ins if 2 * x.size >= v.size and x.known is None}
     if cpu:
         large = {x for x in large if x.node is None or x.node.name not in _SPREAD}
-    return node.name in EXPENSIVE or len(large) > 1
+    return _is_expensive(node, cpu) or len(large) > 1
+
+
+def _is_expensive(node: Node, cpu: bool) -> bool:
+    """Whether an element takes more than one cycle; on a CPU a power is a few products."""
+    return node.name in EXPENSIVE and not (cpu and node.name == "integer_pow")
 
 
 def _eager(region: Region) -> Region:

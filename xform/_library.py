@@ -201,8 +201,9 @@ def _grouped(region: Region) -> list[Node]:
     for v in region.outputs:
         readers.setdefault(v, []).append(None)
     groups: dict[Node, _Group] = {}
+    same = _uniform(region)
     for node in reversed(region.nodes):
-        if node not in groups and _starts(node):
+        if node not in groups and _starts(node) and node.ins[0] not in same:
             group = _grow(node, readers, groups)
             groups.update(dict.fromkeys(group.members, group))
     members: dict[_Group, list[Node]] = {}
@@ -248,7 +249,7 @@ def _grow(
         if node is None or node in group.members:
             return False
         if alike is not None:
-            return node.outs[0].size == alike and _joins(node, 0)
+            return node.outs[0].size == alike and node.name not in _SUMS and _joins(node, 0)
         return node in groups or _joins(node, least)
 
     while True:
@@ -282,6 +283,16 @@ def _instructions(nodes: Sequence[Node]) -> int:
     return len(nodes) + len(read - made) + 1
 
 
+def _uniform(region: Region) -> set[Value]:
+    """What holds one number everywhere: its sum is a product."""
+    same: set[Value] = set()
+    for node in region.nodes:
+        spreads = node.name == "broadcast_in_dim" or node.name in _BY_ELEMENT
+        if spreads and all(v.size == 1 or v in same for v in node.ins):
+            same.update(node.outs)
+    return same
+
+
 def _starts(node: Node) -> bool:
     """Whether the library takes a node, and with it what is around it."""
     return node.name in _SUMS and _has_types(node)
@@ -289,8 +300,8 @@ def _starts(node: Node) -> bool:
 
 def _joins(node: Node, least: int) -> bool:
     """Whether the library takes a node together with a sum."""
-    if node.name == "dot_general":
-        return _takes_product(node) and _has_types(node)
+    if node.name in _PRODUCTS:
+        return _PRODUCTS[node.name](node) and _has_types(node)
     if node.name in _SUMS:
         return _is_enough(node, least) and _has_types(node)
     return _is_by_element(node) and (node.name not in _BY_ELEMENT or _is_enough(node, least))
@@ -319,3 +330,15 @@ def _takes_product(node: Node) -> bool:
     m, n = (math.prod(shape) // max(1, k * same) for shape in (x, y))
     in_order = sorted(contract) == list(range(len(x) - len(contract), len(x)))
     return (in_order or 0 in reordered(node)) and min(m, n) > 1 and max(m, k, n) >= 8
+
+
+def _takes_convolution(node: Node) -> bool:
+    """Whether it is a plain one of images, with more than a few features."""
+    params, numbers = node.eqn.params, node.eqn.params["dimension_numbers"]
+    image, out = node.ins[0].aval.shape, node.outs[0].aval.shape
+    features = image[numbers.lhs_spec[1]], out[numbers.out_spec[1]]
+    plain = params["batch_group_count"] == 1 and set(params["lhs_dilation"]) == {1}
+    return plain and len(image) == 4 and max(features) > 16 and not reordered(node)
+
+
+_PRODUCTS = {"dot_general": _takes_product, "conv_general_dilated": _takes_convolution}

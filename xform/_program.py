@@ -266,7 +266,7 @@ _FOLDS: dict[str, Callable] = {
 }  # fmt: skip
 
 
-def _folded(v: Value, depth: int = 8) -> float | None:
+def _folded(v: Value, depth: int = 8) -> int | float | None:
     """What a single number is, as far as constants tell."""
     if v.size != 1:
         return None
