@@ -250,7 +250,8 @@ def _grow(
             return False
         if alike is not None:
             return node.outs[0].size == alike and node.name not in _SUMS and _joins(node, 0)
-        return node in groups or _joins(node, least)
+        grows = node.outs[0].aval.shape[:1] == start.ins[0].aval.shape[:1]
+        return node in groups or _joins(node, least if grows else _ENOUGH)
 
     while True:
         while reads:
@@ -273,7 +274,7 @@ def _least(start: Node) -> int:
     summed, out = start.ins[0].size, start.outs[0].size
     if 0 in start.eqn.params["axes"]:
         return _ENOUGH
-    return summed if summed >= _ENOUGH * out else 0
+    return out + 1 if summed >= _ENOUGH * out else 0
 
 
 def _instructions(nodes: Sequence[Node]) -> int:
@@ -341,4 +342,14 @@ def _takes_convolution(node: Node) -> bool:
     return plain and len(image) == 4 and max(features) > 16 and not reordered(node)
 
 
-_PRODUCTS = {"dot_general": _takes_product, "conv_general_dilated": _takes_convolution}
+def _takes_window(node: Node) -> bool:
+    """Whether each element is in one window."""
+    params = node.eqn.params
+    return params["window_dimensions"] == params["window_strides"]
+
+
+_PRODUCTS = {
+    "dot_general": _takes_product,
+    "conv_general_dilated": _takes_convolution,
+    **dict.fromkeys(("reduce_window_max", "reduce_window_min"), _takes_window),
+}
