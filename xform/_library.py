@@ -330,7 +330,7 @@ def _takes_product(node: Node) -> bool:
     same = math.prod(x[d] for d in batch)
     m, n = (math.prod(shape) // max(1, k * same) for shape in (x, y))
     in_order = sorted(contract) == list(range(len(x) - len(contract), len(x)))
-    return (in_order or 0 in reordered(node)) and min(m, n) > 1 and max(m, k, n) >= 8
+    return (in_order or 0 in reordered(node)) and max(m, k, n) >= 8
 
 
 def _takes_convolution(node: Node) -> bool:
