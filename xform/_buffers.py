@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 
 from xform._attention_cost import attention_program
 from xform._compat import Jaxpr, weakref_lru_cache
+from xform._library import flattens, hand_over, reordered
 from xform._program import VIEWS, Node, Region, Value, merge, own_inputs, program, prune
 from xform.jaxpr._walk import carried
 
@@ -54,6 +55,13 @@ _IN_PLACE = _names(
     """
     dynamic_update_slice scatter scatter-add scatter-sub scatter-mul scatter-min scatter-max
     """
+)
+
+
+_SPREAD = ("broadcast_in_dim", "iota")
+# What reads other places than it writes.
+_MOVES = _names(
+    "transpose copy rev gather concatenate pad slice dynamic_slice split broadcast_in_dim"
 )
 
 
@@ -94,17 +102,21 @@ class Plan:
         *,
         donated: Mapping[Value, Value] | None = None,
         body: Node | None = None,
+        cpu: bool = False,
         eager: bool = False,
     ):
         self.region = region = _eager(region) if eager else region
-        self.local, self.donated, self.eager, self.body = local, dict(donated or {}), eager, body
+        self.local, self.donated, self.body = local, dict(donated or {}), body
+        self.cpu, self.eager = cpu, eager
         self.stacked = self._stacked(body)
         self.view: dict[Value, Value] = {}
         for node in region.nodes:
             if node.name in ALIASES:
                 self.view.update(zip(node.outs, node.ins, strict=False))
+        self.again: dict[Value, frozenset] = {}
         self.kept = self._kept()
         self.leaves = self._leaves()
+        self.bent = self._bent() if cpu else {}
 
     def bytes(self, v: Value) -> int:
         return self.local.get(v, v.bytes)
@@ -127,19 +139,27 @@ class Plan:
         """The values that are buffers: decided from the end, since readers decide."""
         readers: dict[Value, list[Node]] = {}
         forced = {self.root(v) for v in self.region.outputs if v not in self.stacked}
+        direct = set(forced)
         for node in self.region.nodes:
             for v in map(self.root, node.ins if node.name not in ALIASES else ()):
                 readers.setdefault(v, []).append(node)
                 if not _fuses_operands(node, v):
                     forced.add(v)
+                    if not _reads_flat(node, v):
+                        direct.add(v)
         kept: set[Value] = set()
         ends: dict[Value, set] = {}
         for node in reversed(self.region.nodes):
             for v in node.outs if node.name not in ALIASES else ():
                 ends[v] = into = self._sinks(readers.get(v, ()), kept, ends)
-                twice = len(into) > 1 and _worth_keeping(node, v)
+                worth = _worth_keeping(node, v, self.cpu)
+                # A CPU's compiler goes by who reads a value, of which here none needs it.
+                twice = len(into) > 1 and (_is_expensive(node, True) if self.cpu else worth)
                 if v in forced or not _fusible(node) or twice:
                     kept.add(v)
+                worth = worth and (v in direct or _is_expensive(node, self.cpu))
+                if self.cpu and v in forced and _fusible(node) and not worth:
+                    self.again[v] = frozenset()
         for v in self.stacked.intersection(self.region.inputs):
             if v in forced or len(self._sinks(readers.get(v, ()), kept, ends)) > 1:
                 kept.add(v)
@@ -150,7 +170,9 @@ class Plan:
         into: set = set()
         for reader in readers:
             fused = reader.outs and not any(v in kept for v in reader.outs)
-            into |= ends.get(reader.outs[0], set()) if fused else {reader}
+            again = reader.outs and reader.outs[0] in self.again
+            into |= ends.get(reader.outs[0], set()) if fused or again else set()
+            into |= set() if fused else {reader}
             if len(into) > 1:
                 break
         return into
@@ -163,15 +185,35 @@ class Plan:
         for node in self.region.nodes:
             below: frozenset = frozenset()
             for v in node.ins:
-                below |= leaves.get(v, frozenset())
+                below |= self.again.get(self.root(v), leaves.get(v, frozenset()))
             for v in node.outs:
                 if v in self.kept:
                     leaves[v] = frozenset((v,))
+                    if v in self.again:
+                        self.again[v] = below
                 elif node.name in ALIASES:
                     leaves[v] = leaves.get(self.root(v), frozenset())
                 else:
                     leaves[v] = below
         return leaves
+
+    def _bent(self) -> dict[Value, frozenset]:
+        """The buffers of which each value is computed from other places than its own."""
+        bent: dict[Value, frozenset] = {}
+        for node in self.region.nodes:
+            found: frozenset = frozenset()
+            for v in node.ins:
+                if node.name in _MOVES:
+                    found |= self.reads(node, v)
+                elif v not in self.kept or v in self.again:
+                    found |= bent.get(v, frozenset())
+            bent.update(dict.fromkeys(node.outs, found))
+        return bent
+
+    def reads(self, node: Node, v: Value) -> frozenset:
+        """The buffers that a node reads for its operand `v`."""
+        again = self.again.get(self.root(v)) if _fuses_operands(node, v) else None
+        return self.leaves.get(v, frozenset()) if again is None else again
 
     def last_reads(self) -> dict[Value, int]:
         """The position of the last kernel that reads each buffer."""
@@ -181,7 +223,7 @@ class Plan:
             is_kernel = node.regions or not node.outs or not _fusible(node)
             if is_kernel or any(v in self.kept or v in self.stacked for v in node.outs):
                 for v in node.ins:
-                    for leaf in self.leaves.get(v, ()):
+                    for leaf in self.reads(node, v):
                         last[leaf] = i
         for v in self.region.outputs:
             if v in self.stacked:
@@ -211,7 +253,7 @@ class Plan:
 
     def _totals(self, heap: Iterable[_Span], passing: Sequence[Peak]) -> list[int]:
         """What is held before the first node, and at each."""
-        change = self._early_copies() if self.eager else {}
+        change: dict[int, int] = {}
         for span in heap:
             change[span.start] = change.get(span.start, 0) + span.bytes
             change[span.end + 1] = change.get(span.end + 1, 0) - span.bytes
@@ -233,15 +275,14 @@ class Plan:
         for span in spans:
             ending.setdefault(span.end, []).append(span)
         skip = self._in_carry(last)
-        copied = {self.root(v) for node in nodes for v in _copied(node)} if self.eager else set()
         for i, node in enumerate(nodes):
             over = ending.get(i, [])
             for j, v in enumerate(node.outs):
                 if v not in self.kept or v in self.view or v in skip:
                     continue
-                size, may = self.bytes(v), _overwritten(node, j)
-                may = set() if v in copied else {self.root(x) for x in may}
-                leaves = {leaf for x in may for leaf in self.leaves.get(x, ())}
+                size = self.bytes(v)
+                leaves = {x for may in _overwritten(node, j) for x in self.reads(node, may)}
+                leaves -= self.bent.get(v, frozenset())
                 span = next(
                     (s for s in over if s.bytes == size and s.values[-1][1] in leaves), None
                 )
@@ -271,7 +312,7 @@ class Plan:
             if after.node is None or self.bytes(before) != self.bytes(after):
                 continue
             i = made[after]
-            if last.get(before, -1) < i + bool(_overwritten(after.node, 0)):
+            if last.get(before, -1) < i + bool(_overwritten(self.region.nodes[i], 0)):
                 found.add(after)
         return found
 
@@ -323,68 +364,34 @@ class Plan:
 
     def _passing(self, node: Node) -> Peak:
         """What exists only while a node runs."""
-        inside, copied = self._inside(node), _copied(node)
-        if node.name == "conv_general_dilated" and not self.eager:
+        inside, copied = self._inside(node), [node.ins[i] for i in reordered(node)]
+        if self.cpu:  # there a copy is a node of its own
+            return inside
+        if node.name == "conv_general_dilated":
             copied = [v for v in copied if v is node.ins[1]]  # images are read as they lie
-        if node.name != "dot_general" or not self.eager:
-            inside.live = [*inside.live, *copied]
-            inside.bytes += sum(map(self.bytes, copied))
+        inside.live = [*inside.live, *copied]
+        inside.bytes += sum(map(self.bytes, copied))
         return inside
-
-    def _early_copies(self) -> dict[int, int]:
-        """Where copies of operands are made and dropped, as bytes gained and lost at each position.
-
-        In a breadth-first schedule a copy is made as soon as its operand is there.
-        """
-        made = {v: i for i, node in enumerate(self.region.nodes) for v in node.outs}
-        change: dict[int, int] = {}
-        for i, node in enumerate(self.region.nodes):
-            for v in _copied(node) if node.name == "dot_general" else ():
-                start = made.get(self.root(v), i)
-                change[start] = change.get(start, 0) + self.bytes(v)
-                change[i + 1] = change.get(i + 1, 0) - self.bytes(v)
-        readers: dict[Value, list[Node]] = {}
-        for node in self.region.nodes:
-            for v in map(self.root, node.ins):
-                readers.setdefault(v, []).append(node)
-        for i, node in enumerate(self.region.nodes):
-            for v in self._spread_out(node, readers):
-                start, size = made.get(self.root(v), i), self.bytes(node.outs[0])
-                change[start] = change.get(start, 0) + size
-                change[i + 1] = change.get(i + 1, 0) - size
-        return change
-
-    def _spread_out(self, node: Node, readers: Mapping[Value, Sequence[Node]]) -> list[Value]:
-        """Smaller operands that meet a product's result on its way to a sum.
-
-        A CPU's library computes all that as one, and reads what is smaller from a larger copy.
-        """
-        if not _fusible(node) or node.name in ALIASES or len(node.ins) < 2:
-            return []
-        made = [self.root(v).node for v in node.ins]
-        if not any(n is not None and n.name == "dot_general" for n in made):
-            return []
-        small = [v for v in node.ins if 1 < v.size < node.outs[0].size]
-        return small if small and _is_summed(node, readers) else []
 
     def _inside(self, node: Node) -> Peak:
         """The peak of what a node runs, beyond its operands and results."""
         best = Peak()
         if node.name in ("flex_attention", "tile_sum"):
-            most = _peak_of(attention_program(node), self.eager)
+            most = _peak_of(attention_program(node), self.cpu, self.eager)
             return Peak(max(0, most - sum(map(self.bytes, node.outs))))
         for region in node.regions.values():
             if node.name == "pallas_call":
                 continue
-            found = Plan(region, self.local, body=node, eager=self.eager).peak()
+            found = Plan(region, self.local, body=node, cpu=self.cpu, eager=self.eager).peak()
             best = max(best, found, key=lambda p: p.bytes)
         return best
 
 
 @weakref_lru_cache
-def _peak_of(jaxpr: Jaxpr, eager: bool) -> int:
+def _peak_of(jaxpr: Jaxpr, cpu: bool, eager: bool) -> int:
     """The most that a program holds beyond its inputs: layers share one of an attention's."""
-    return Plan(prune(merge(program(jaxpr))), {}, eager=eager).peak().bytes
+    body = prune(merge(program(jaxpr)))
+    return Plan(hand_over(body) if cpu else body, {}, cpu=cpu, eager=eager).peak().bytes
 
 
 def _overwritten(node: Node, result: int) -> Sequence[Value]:
@@ -402,39 +409,6 @@ def _overwritten(node: Node, result: int) -> Sequence[Value]:
     return ()
 
 
-def _is_summed(node: Node, readers: Mapping[Value, Sequence[Node]], steps: int = 3) -> bool:
-    """Whether a sum reads what a node makes, perhaps after a few operations on each element."""
-    found = [r for out in node.outs for r in readers.get(out, ())]
-    if any(r.name in REDUCTIONS for r in found):
-        return True
-    return steps > 0 and any(_is_summed(r, readers, steps - 1) for r in found if _fusible(r))
-
-
-def _copied(node: Node) -> list[Value]:
-    """The operands that a product needs in another order of dimensions."""
-    if node.name == "conv_general_dilated":
-        return _copied_for_convolution(node)
-    if node.name != "dot_general":
-        return []
-    contract, batch = node.eqn.params["dimension_numbers"]
-    copied = []
-    for i, v in enumerate(node.ins[:2]):
-        rank = len(v.aval.shape)
-        free = [d for d in range(rank) if d not in contract[i] and d not in batch[i]]
-        orders = [[*batch[i], *free, *contract[i]], [*batch[i], *contract[i], *free]]
-        if list(range(rank)) not in (orders[:1] if i == 0 else orders):
-            copied.append(v)
-    return copied
-
-
-def _copied_for_convolution(node: Node) -> list[Value]:
-    """An image is read with its features last, a kernel with those of the result last."""
-    numbers = node.eqn.params["dimension_numbers"]
-    last = len(numbers.lhs_spec) - 1
-    ready = numbers.lhs_spec[:2] == (0, last), numbers.rhs_spec[:2] == (last, last - 1)
-    return [v for v, is_ready in zip(node.ins, ready, strict=False) if not is_ready]
-
-
 def _fusible(node: Node) -> bool:
     return node.name in CHEAP or node.name in EXPENSIVE or node.name in ALIASES
 
@@ -446,10 +420,27 @@ def _fuses_operands(node: Node, v: Value) -> bool:
     return (_fusible(node) or node.name in REDUCTIONS) and node.name != "optimization_barrier"
 
 
-def _worth_keeping(node: Node, v: Value) -> bool:
-    """Whether a value is kept for several readers: computing it again reads or costs more."""
-    large = [x for x in node.ins if 2 * x.size >= v.size and x.known is None]
-    return node.name in EXPENSIVE or len(set(large)) > 1
+def _reads_flat(node: Node, v: Value) -> bool:
+    """Whether a product reads `v` in another shape, which stands between the two."""
+    return node.name == "dot_general" and all(
+        flattens(node, i) for i, x in enumerate(node.ins[:2]) if x is v
+    )
+
+
+def _worth_keeping(node: Node, v: Value, cpu: bool) -> bool:
+    """Whether a value is kept for several readers: computing it again reads or costs more.
+
+    On a CPU what is only spread out does not count as read.
+    """
+    large = {x for x in node.ins if 2 * x.size >= v.size and x.known is None}
+    if cpu:
+        large = {x for x in large if x.node is None or x.node.name not in _SPREAD}
+    return _is_expensive(node, cpu) or len(large) > 1
+
+
+def _is_expensive(node: Node, cpu: bool) -> bool:
+    """Whether an element takes more than one cycle; on a CPU a power is a few products."""
+    return node.name in EXPENSIVE and not (cpu and node.name == "integer_pow")
 
 
 def _eager(region: Region) -> Region:

@@ -21,8 +21,8 @@ import numpy as np
 
 from xform._amount import Amount, Polynomial, higher, lower, ratio
 from xform._attention_cost import AttentionFlops, attention_work
-from xform._compat import Jaxpr
-from xform._cost_rules import RULES, Work, sent
+from xform._compat import Jaxpr, JaxprEqn
+from xform._cost_rules import BY_TYPE, RULES, CostRule, Work, sent
 from xform._costs import ATTENTION, NONE, Cost, Costs, Count, Each, Row, add_up
 from xform._devices import DTYPES
 from xform._grid import at_each, blocks_moved, places, size_of
@@ -149,6 +149,7 @@ class _Counter:
         self.unknown: list[Node] = []
         self.attention: list[tuple[Node, AttentionFlops, Amount]] = []
         self.choices = False
+        self.known: dict[Any, Work] = {}
         self.work: dict[Node, Each] = {}
         self.low: dict[Node, Work] = {}
         self.given = None if trips is None else iter(trips)  # those of an attention's program
@@ -213,7 +214,7 @@ class _Counter:
     def _leaf(self, node: Node, times: Any, devices: int, loaded: set) -> None:
         rule, network = RULES.get(node.eqn.primitive.name), None
         if rule is not None:
-            work = rule(node.eqn)
+            work = self._of_type(rule, node.eqn) if rule in BY_TYPE else rule(node.eqn)
         elif node.name in ATTENTION:
             low, work, flops = attention_work(node, _price)
             self.attention.append((node, flops, times * devices))
@@ -228,6 +229,14 @@ class _Counter:
         each = _each(node, work, network, loaded)
         self.work[node] = each
         self.rows.append(Row(node, each, times, devices))
+
+    def _of_type(self, rule: CostRule, eqn: JaxprEqn) -> Work:
+        """What a rule says that asks for no more than types, asked once for equal ones."""
+        params = [eqn.params[p] for p in BY_TYPE[rule] if p in eqn.params]
+        key = eqn.primitive, eqn.invars[0].aval, eqn.outvars[0].aval, *params
+        if (work := self.known.get(key)) is None:
+            work = self.known[key] = rule(eqn)
+        return work
 
     def _kernel(self, node: Node, times: Amount, devices: int, loaded: set) -> None:
         """A kernel: its body at each point of the grid, on blocks that come from memory."""

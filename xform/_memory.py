@@ -19,6 +19,7 @@ from xform._amount import number
 from xform._buffers import Plan
 from xform._compat import Jaxpr
 from xform._devices import device as known_device
+from xform._library import hand_over
 from xform._lowered import dense, lowered
 from xform._program import Region, Value, merge, own_inputs, program, prune
 from xform._show import Table, page, short
@@ -177,13 +178,15 @@ def memory_of(
     region = prune(merge(program(jaxpr, lower=lowered if "tpu" in name.lower() else dense)))
     inputs = region.inputs[len(jaxpr.consts) :]
     shares = _shares(region, inputs, args)
+    breadth_first = orders_breadth_first(name)
+    if breadth_first:
+        shares = _shared_alike(hand_over(region), shares)
     names = list(names) or [f"[{i}]" for i in range(len(inputs))]
     label = {v: f"argument{name}" for v, name in zip(inputs, names, strict=True)}
     matched = _match(inputs, donated, region.outputs)
-    breadth_first = orders_breadth_first(name)
-    plan = Plan(region, shares, donated=matched, eager=breadth_first)
+    plan = Plan(region, shares, donated=matched, cpu=breadth_first, eager=breadth_first)
     found = plan.peak()
-    other = Plan(region, shares, donated=matched, eager=not breadth_first).peak()
+    other = Plan(region, shares, donated=matched, cpu=breadth_first, eager=not breadth_first).peak()
     taken = list(matched.values())
     results = [v for v in region.outputs if v not in taken or taken.remove(v)]
     size = lambda values: sum(map(plan.bytes, values))
@@ -264,7 +267,12 @@ def _shares(region: Region, inputs: Sequence[Value], args: Sequence[Any]) -> dic
             local.update(
                 {outer: inner.bytes for outer, inner in pairs if inner.bytes < outer.bytes}
             )
-    for node in region.nodes:  # what is computed element by element is split as its operands are
+    return _shared_alike(region, local)
+
+
+def _shared_alike(region: Region, local: dict[Value, int]) -> dict[Value, int]:
+    """Adds what is computed element by element, which is split as its operands are."""
+    for node in region.nodes:
         for out in node.outs:
             like = [v for v in node.ins if v in local and v.size == out.size and v.bytes]
             if out not in local and like and not node.regions:

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -203,6 +204,7 @@ def merge(region: Region) -> Region:
     """Computes once what is computed twice, at every depth, as a compiler does."""
     same: dict[Value, Value] = {}
     made: dict[Any, Node] = {}
+    spread: dict[Value, tuple[Value, tuple[int, ...]]] = {}
 
     def find(v: Value) -> Value:
         return same.get(v, v)
@@ -218,18 +220,95 @@ def merge(region: Region) -> Region:
                     same[out] = first.setdefault(made_inside, out)
         if node.regions or node.eqn.effects:
             continue
+        if (chosen := _chosen(node, spread)) is not None:
+            same[node.outs[0]] = chosen
+            continue
+        if node.name in _SUMS and node.outs[0].size == node.ins[0].size:
+            same[node.outs[0]] = node.ins[0]  # over dimensions of one element
+            continue
         ins = tuple(
             v if v.known is None or v.size > 1 else (v.aval, np.asarray(v.known).tobytes())
             for v in node.ins
         )
+        key: tuple = (node.eqn.primitive, ins, *node.eqn.params.items())
+        if node.name in _SPREADS and (found := _spread_dims(node)) is not None:
+            dims, shape = found
+            if dims == tuple(range(len(shape))) and node.ins[0].known is None:
+                same[node.outs[0]] = node.ins[0]
+                continue
+            source, dims = _through(node.ins[0], dims, spread)
+            spread[node.outs[0]] = source, dims
+            key = "spread", ins if node.ins[0].known is not None else source, dims, shape
         try:
-            twin = made.setdefault((node.eqn.primitive, ins, *node.eqn.params.items()), node)
+            twin = made.setdefault(key, node)
         except TypeError:  # a parameter that can't be compared
             continue
         if twin is not node:
             same.update(zip(node.outs, twin.outs, strict=True))
-    region.outputs = [find(v) for v in region.outputs]
+    region.outputs = [w if (w := find(v)).aval == v.aval else v for v in region.outputs]
     return region
+
+
+def _chosen(node: Node, spread: Mapping[Value, tuple[Value, Any]]) -> Value | None:
+    """Which of its operands a choice takes, where constants decide that."""
+    if node.name != "select_n":
+        return None
+    which, *cases = node.ins
+    found = _folded(spread[which][0] if which in spread else which)
+    return None if found is None else cases[int(found)]
+
+
+# What a compiler computes of numbers that it knows.
+_FOLDS: dict[str, Callable] = {
+    **{name: getattr(operator, name) for name in ("add", "sub", "mul")},
+    **{name: getattr(operator, name) for name in ("eq", "ne", "lt", "le", "gt", "ge")},
+    **dict.fromkeys(("convert_element_type", "broadcast_in_dim"), lambda x: x),
+}  # fmt: skip
+
+
+def _folded(v: Value, depth: int = 8) -> int | float | None:
+    """What a single number is, as far as constants tell."""
+    if v.size != 1:
+        return None
+    if v.known is not None:
+        return np.asarray(v.known).item()
+    if v.node is None or v.node.name not in _FOLDS or not depth:
+        return None
+    args = [_folded(x, depth - 1) for x in v.node.ins]
+    return None if None in args else _FOLDS[v.node.name](*args)
+
+
+_SUMS = ("reduce_sum", "reduce_max", "reduce_min", "reduce_prod")
+# What puts the dimensions of an array among others.
+_SPREADS = ("broadcast_in_dim", "reshape", "squeeze", "expand_dims")
+
+
+def _spread_dims(node: Node) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    """Where a node puts the dimensions of an array, and the shape of what it makes.
+
+    Dimensions of one element do not count: a mean that keeps them is the mean that does not.
+    """
+    atoms: list[Any] = node.eqn.invars
+    given, out = atoms[0].aval.shape, node.outs[0].aval.shape
+    wide = [d for d, n in enumerate(out) if n > 1]
+    shape = tuple(out[d] for d in wide)
+    before = [n for n in given if n > 1]
+    if node.name == "broadcast_in_dim":
+        at = node.eqn.params["broadcast_dimensions"]
+        dims = [wide.index(d) for d, n in zip(at, given, strict=True) if n > 1]
+    else:
+        dims = list(range(len(shape)))
+    if len(atoms) > 1 or [shape[d] for d in dims] != before:
+        return None
+    return tuple(dims), shape
+
+
+def _through(
+    v: Value, dims: tuple[int, ...], spread: Mapping[Value, tuple[Value, tuple[int, ...]]]
+) -> tuple[Value, tuple[int, ...]]:
+    """What was spread out to make `v`, and where its dimensions are when `v` is spread again."""
+    source, at = spread.get(v, (v, tuple(range(len(dims)))))
+    return source, tuple(dims[d] for d in at)
 
 
 def program(jaxpr: Jaxpr, args: Sequence[Any] = (), *, lower: Lowering = lowered) -> Region:

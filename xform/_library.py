@@ -1,0 +1,355 @@
+"""What XLA hands to a CPU's library, and what the library needs to find in memory.
+
+XLA gives YNNPACK each product, sum and extremum, together with all that only these
+read or make: element by element, spread out, reshaped. What is inside takes no memory that XLA
+assigns. What such a kernel reads must lie in memory, in full and in the order of dimensions that it
+wants, whatever else is computed from the same values: a mean that is spread out, a transposed copy
+of what the forward pass leaves for the backward, a zero in each of a million places.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from jax.core import ShapedArray
+
+from xform._cost_rules import aval
+from xform._program import VIEWS, Node, Region, Value
+
+# What the library computes by element, in these types, where it is enough to be worth the call.
+_BY_ELEMENT = frozenset(
+    {
+        "abs", "add", "add_any", "ceil", "convert_element_type", "cos", "div", "erf", "exp",
+        "expm1", "floor", "integer_pow", "log", "log1p", "logistic", "max", "min", "mul", "neg",
+        "pow", "rsqrt", "sign", "sin", "sqrt", "square", "sub", "tan", "tanh",
+    }
+)  # fmt: skip
+# What else meets smaller arrays.
+_BESIDE = frozenset({"eq", "ne", "lt", "le", "gt", "ge", "select_n", "clamp"})
+_AS_IT_IS = VIEWS - {"optimization_barrier", "bitcast_convert_type"}
+_SUMS = ("reduce_sum", "reduce_max", "reduce_min")
+_TYPES = ("float32", "float64", "bfloat16")
+_ENOUGH = 4096
+_MOST = 100  # instructions of one kernel
+
+
+class Made(Node):
+    """A node that the compiler adds to a program, or that stands for several of them.
+
+    Attributes:
+      does: "copy", "broadcast_in_dim" or "library".
+      members: the nodes that it stands for.
+    """
+
+    __slots__ = ("does", "members")
+
+    def __init__(
+        self, does: str, at: Node, ins: list[Value], outs: list[Value], members: Sequence[Node] = ()
+    ):
+        self.eqn, self.place, self.regions = at.eqn, at.place, {}
+        self.does, self.ins, self.outs, self.members = does, ins, outs, tuple(members)
+
+    @property
+    def name(self) -> str:
+        return self.does
+
+
+def hand_over(region: Region) -> Region:
+    """Puts one node in the place of what the library runs at once, at every depth."""
+    for node in region.nodes:
+        for inner in node.regions.values() if node.name != "pallas_call" else ():
+            hand_over(inner)
+    _turn(region)
+    _copy(region)
+    _spread(region)
+    region.nodes[:] = _grouped(region)
+    return region
+
+
+# ---- what it reads -------------------------------------------------------------------------------
+
+
+def _turn(region: Region) -> None:
+    """Makes copies of transposed arrays, but of matrices that a product makes or reads."""
+    alone = {v for node in region.nodes if node.name != "dot_general" for v in node.ins}
+    alone.update(region.outputs)
+    for i, node in enumerate(region.nodes):
+        if node.name != "transpose":
+            continue
+        order = [d for d in node.eqn.params["permutation"] if aval(node.eqn.invars[0]).shape[d] > 1]
+        maker, out = node.ins[0].node, node.outs[0]
+        folded = out not in alone or (maker is not None and maker.name == "dot_general")
+        if order != sorted(order) and not (folded and len(order) == 2):
+            region.nodes[i] = out.node = Made("copy", node, node.ins, node.outs)
+
+
+def _copy(region: Region) -> None:
+    """Makes copies of operands of products that the library wants in another order."""
+    copies: dict[Any, Value] = {}
+    nodes = []
+    for node in region.nodes:
+        for i, order in reordered(node).items():
+            v = node.ins[i]
+            if (v, order) not in copies:
+                copies[v, order] = out = Value(v.aval)
+                out.node = Made("copy", node, [v], [out])
+                nodes.append(out.node)
+            node.ins[i] = copies[v, order]
+        nodes.append(node)
+    region.nodes[:] = nodes
+
+
+def _spread(region: Region) -> None:
+    """Makes arrays of what is spread out to meet larger arrays: one for all that read the same."""
+    spread: dict[Any, Value] = {}
+    nodes = []
+    for node in region.nodes:
+        if node.name == "broadcast_in_dim":
+            spread.setdefault(_spread_key(node, 0), node.outs[0])
+        if node.name == "logistic":  # 1 / (1 + exp(-x))
+            one = ShapedArray((), node.outs[0].aval.dtype)
+            node.ins.append(Value(one, known=np.ones((), one.dtype)))
+        for i in _small(node):
+            v = node.ins[i]
+            key = _spread_key(node, i)
+            if key not in spread:
+                spread[key] = out = Value(ShapedArray(node.outs[0].aval.shape, v.aval.dtype))
+                out.node = Made("broadcast_in_dim", node, [v], [out])
+                nodes.append(out.node)
+            node.ins[i] = spread[key]
+        nodes.append(node)
+    region.nodes[:] = nodes
+
+
+def _small(node: Node) -> list[int]:
+    """The operands that are spread out to meet the others."""
+    if node.name not in _BY_ELEMENT | _BESIDE:
+        return []
+    return [i for i, v in enumerate(node.ins) if v.size < node.outs[0].size]
+
+
+def _spread_key(node: Node, i: int) -> tuple:
+    """Of what, and in which places of the result's dimensions of more than one element."""
+    v, shape = node.ins[i], node.outs[0].aval.shape
+    wide = [d for d, n in enumerate(shape) if n > 1]
+    if v.known is not None and v.size == 1:
+        what, at = np.asarray(v.known).tobytes(), ()
+    else:
+        size = aval(node.eqn.invars[i]).shape
+        dims = node.eqn.params.get("broadcast_dimensions", range(len(size)))
+        what, at = v, tuple(wide.index(d) for d, n in zip(dims, size, strict=True) if n > 1)
+    return v.aval.dtype, what, at, tuple(shape[d] for d in wide)
+
+
+def reordered(node: Node) -> dict[int, tuple[int, ...]]:
+    """The operands of a product that it needs in another order of dimensions, and that order."""
+    if node.name == "conv_general_dilated":
+        return _reordered_for_convolution(node)
+    if node.name != "dot_general":
+        return {}
+    contract, batch = node.eqn.params["dimension_numbers"]
+    found = {}
+    for i, atom in enumerate(node.eqn.invars[:2]):
+        shape = aval(atom).shape
+        free = [d for d in range(len(shape)) if d not in contract[i] and d not in batch[i]]
+        orders = [(*batch[i], *free, *contract[i]), (*batch[i], *contract[i], *free)]
+        wide = [sum(shape[d] > 1 for d in dims) for dims in (free, contract[i])]
+        if i == 0 and max(wide) > 1:  # one that is no matrix as it is can't be turned as well
+            del orders[1]
+        if tuple(range(len(shape))) not in orders:
+            found[i] = orders[0]
+    return found
+
+
+def flattens(node: Node, i: int) -> bool:
+    """Whether an operand of a product is a matrix only when dimensions are taken together."""
+    contract, batch = (dims[i] for dims in node.eqn.params["dimension_numbers"])
+    wide = {d for d, n in enumerate(aval(node.eqn.invars[i]).shape) if n > 1}
+    return len(wide.intersection(contract)) > 1 or len(wide - {*contract, *batch}) > 1
+
+
+def _reordered_for_convolution(node: Node) -> dict[int, tuple[int, ...]]:
+    """An image is read with its features last, a kernel with those of the result last."""
+    numbers = node.eqn.params["dimension_numbers"]
+    image, kernel = numbers.lhs_spec, numbers.rhs_spec
+    wanted = (image[0], *image[2:], image[1]), (*kernel[2:], kernel[1], kernel[0])
+    return {i: order for i, order in enumerate(wanted) if order != tuple(sorted(order))}
+
+
+# ---- what it runs at once ------------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class _Group:
+    """Nodes that the library runs at once, of which others read what the root makes."""
+
+    root: Node
+    members: dict[Node, None]
+
+
+def _grouped(region: Region) -> list[Node]:
+    """The nodes, with each group of the library as one node where its result is made."""
+    readers: dict[Value, list[Node | None]] = {}
+    for node in region.nodes:
+        for v in dict.fromkeys(node.ins):
+            readers.setdefault(v, []).append(node)
+    for v in region.outputs:
+        readers.setdefault(v, []).append(None)
+    groups: dict[Node, _Group] = {}
+    same = _uniform(region)
+    for node in reversed(region.nodes):
+        if node not in groups and _starts(node) and node.ins[0] not in same:
+            group = _grow(node, readers, groups)
+            groups.update(dict.fromkeys(group.members, group))
+    members: dict[_Group, list[Node]] = {}
+    for node in region.nodes:
+        if node in groups:
+            members.setdefault(groups[node], []).append(node)
+    nodes = (_kernel(node, groups, members) for node in region.nodes)
+    return [node for node in nodes if node is not None]
+
+
+def _kernel(
+    node: Node, groups: Mapping[Node, _Group], members: Mapping[_Group, Sequence[Node]]
+) -> Node | None:
+    """The node itself, or the group of which it is the root; None for what else is in groups."""
+    if (group := groups.get(node)) is None:
+        return node
+    if node is not group.root:
+        return None
+    inside = {v for member in members[group] for v in member.outs}
+    ins = dict.fromkeys(v for member in members[group] for v in member.ins if v not in inside)
+    return Made("library", node, list(ins), node.outs, members[group])
+
+
+def _grow(
+    start: Node, readers: Mapping[Value, Sequence[Node | None]], groups: Mapping[Node, _Group]
+) -> _Group:
+    """Adds what only the group reads, and the one reader of its result, until it is too large."""
+    group = _Group(start, {start: None})
+    reads = deque(start.ins)
+
+    def take(node: Node) -> bool:
+        found = groups[node].members if node in groups else {node: None}
+        if _instructions([*group.members, *found]) > _MOST:
+            return False
+        group.members.update(found)
+        reads.extend(v for member in found for v in member.ins)
+        return True
+
+    least = _least(start)
+    alike = start.ins[0].size if start.ins[0].size < least else None
+
+    def fits(node: Node | None) -> bool:
+        if node is None or node in group.members:
+            return False
+        if alike is not None:
+            return node.outs[0].size == alike and node.name not in _SUMS and _joins(node, 0)
+        grows = node.outs[0].aval.shape[:1] == start.ins[0].aval.shape[:1]
+        return node in groups or _joins(node, least if grows else _ENOUGH)
+
+    while True:
+        while reads:
+            v = reads.popleft()
+            if fits(v.node) and all(reader in group.members for reader in readers[v]):
+                take(v.node)
+        after = readers.get(group.root.outs[0], ())
+        node = after[0] if len(after) == 1 else None
+        if not fits(node) or not take(node):
+            return group
+        group.root = groups[node].root if node in groups else node
+
+
+def _least(start: Node) -> int:
+    """How many elements are worth it that another node is added to a sum.
+
+    XLA has one limit for all. But what keeps the first dimension grows with the batch, and a limit
+    on it would make a larger batch need less: there it goes by how much each sum takes in.
+    """
+    summed, out = start.ins[0].size, start.outs[0].size
+    if 0 in start.eqn.params["axes"]:
+        return _ENOUGH
+    return out + 1 if summed >= _ENOUGH * out else 0
+
+
+def _instructions(nodes: Sequence[Node]) -> int:
+    """How many XLA counts in a group: the operands and the start of each sum as well."""
+    read = {v for node in nodes for v in node.ins}
+    made = {v for node in nodes for v in node.outs}
+    return len(nodes) + len(read - made) + 1
+
+
+def _uniform(region: Region) -> set[Value]:
+    """What holds one number everywhere: its sum is a product."""
+    same: set[Value] = set()
+    for node in region.nodes:
+        spreads = node.name == "broadcast_in_dim" or node.name in _BY_ELEMENT
+        if spreads and all(v.size == 1 or v in same for v in node.ins):
+            same.update(node.outs)
+    return same
+
+
+def _starts(node: Node) -> bool:
+    """Whether the library takes a node, and with it what is around it."""
+    return node.name in _SUMS and _has_types(node)
+
+
+def _joins(node: Node, least: int) -> bool:
+    """Whether the library takes a node together with a sum."""
+    if node.name in _PRODUCTS:
+        return _PRODUCTS[node.name](node) and _has_types(node)
+    if node.name in _SUMS:
+        return _is_enough(node, least) and _has_types(node)
+    return _is_by_element(node) and (node.name not in _BY_ELEMENT or _is_enough(node, least))
+
+
+def _is_by_element(node: Node) -> bool:
+    known = node.name in _BY_ELEMENT or node.name in _AS_IT_IS or node.name == "broadcast_in_dim"
+    return known and _has_types(node)
+
+
+def _is_enough(node: Node, least: int) -> bool:
+    return max(v.size for v in (*node.ins, *node.outs)) >= least
+
+
+def _has_types(node: Node) -> bool:
+    values: Iterable[Value] = (*node.ins, *node.outs)
+    return all(getattr(v.aval, "dtype", None) in _TYPES for v in values)
+
+
+def _takes_product(node: Node) -> bool:
+    """Whether it is a product of matrices that are not tiny, the first as it is multiplied."""
+    (contract, _), (batch, _) = node.eqn.params["dimension_numbers"]
+    x, y = (aval(atom).shape for atom in node.eqn.invars[:2])
+    k = math.prod(x[d] for d in contract)
+    same = math.prod(x[d] for d in batch)
+    m, n = (math.prod(shape) // max(1, k * same) for shape in (x, y))
+    in_order = sorted(contract) == list(range(len(x) - len(contract), len(x)))
+    return (in_order or 0 in reordered(node)) and max(m, k, n) >= 8
+
+
+def _takes_convolution(node: Node) -> bool:
+    """Whether it is a plain one of images, with more than a few features."""
+    params, numbers = node.eqn.params, node.eqn.params["dimension_numbers"]
+    image, out = node.ins[0].aval.shape, node.outs[0].aval.shape
+    features = image[numbers.lhs_spec[1]], out[numbers.out_spec[1]]
+    plain = params["batch_group_count"] == 1 and set(params["lhs_dilation"]) == {1}
+    return plain and len(image) == 4 and max(features) > 16 and not reordered(node)
+
+
+def _takes_window(node: Node) -> bool:
+    """Whether each element is in one window."""
+    params = node.eqn.params
+    return params["window_dimensions"] == params["window_strides"]
+
+
+_PRODUCTS = {
+    "dot_general": _takes_product,
+    "conv_general_dilated": _takes_convolution,
+    **dict.fromkeys(("reduce_window_max", "reduce_window_min"), _takes_window),
+}
