@@ -1,0 +1,76 @@
+"""A program in the operations that kernels are made of.
+
+Calls give way to their bodies, functions with a derivative of their own among them: a program that
+is lowered is differentiated no more. Random bits are spelled out as what `jax.random` makes them
+of, a hash of each element's position, so that a block of rows can make its own.
+"""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from xform._compat import Jaxpr, JaxprEqn, weakref_lru_cache
+from xform._remat._jaxprs import flatten, retrace
+from xform.jaxpr._interpret import called, evaluate
+from xform.jaxpr._walk import at_line
+
+_WORD = 32
+
+
+@weakref_lru_cache
+def core(jaxpr: Jaxpr) -> Jaxpr:
+    """Returns the program of one without constants, whose keys are given as their data."""
+    types = [x.aval for x in jaxpr.invars]
+    program = retrace(lambda *args: evaluate(jaxpr, (), args, _apply), types)
+    flat, consts = flatten(program)
+    return flat.with_consts(consts) if consts else flat
+
+
+def _apply(eqn: JaxprEqn, *args) -> list:
+    if (rule := _RULES.get(eqn.primitive.name)) is not None:
+        with at_line(eqn):
+            return [rule(eqn, *args)]
+    if (body := called(eqn)) is not None:
+        with at_line(eqn):
+            return evaluate(body, body.consts, args, _apply)
+    with at_line(eqn):
+        outs = eqn.primitive.bind(*args, **eqn.params)
+    return list(outs) if eqn.primitive.multiple_results else [outs]
+
+
+def _as_data(eqn: JaxprEqn, key):
+    del eqn
+    return key
+
+
+def _random_bits(eqn: JaxprEqn, key):
+    """The bits of `jax.random.bits`, as its threefry generator counts: by position in the array."""
+    shape, width = eqn.params["shape"], eqn.params["bit_width"]
+    leading = key.shape[:-1]
+    if not jax.config.jax_threefry_partitionable or width > _WORD or math.prod(shape) >> _WORD:
+        raise NotImplementedError(
+            f"`fuse` makes random bits of at most {_WORD} bits, fewer than 2**{_WORD} of them, and "
+            f"under `jax_threefry_partitionable`; found {math.prod(shape)} of {width} bits. Make "
+            "them outside, and pass them on."
+        )
+    whole = (*leading, *shape)
+    words = [
+        lax.broadcast_in_dim(lax.index_in_dim(key, i, -1, keepdims=False), whole, range(len(leading)))
+        for i in range(2)
+    ]
+    place = jnp.zeros(whole, jnp.uint32)
+    for d, stride in enumerate(_strides(shape), len(leading)):
+        place = place + lax.broadcasted_iota(jnp.uint32, whole, d) * jnp.uint32(stride)
+    high, low = _hash(*words, jnp.zeros(whole, jnp.uint32), place)
+    return (high ^ low).astype(jnp.dtype(f"uint{width}"))
+
+
+def _strides(shape: tuple[int, ...]) -> list[int]:
+    return [math.prod(shape[d + 1 :]) for d in range(len(shape))]
+
+
+_RULES = {"random_wrap": _as_data, "random_unwrap": _as_data, "random_bits": _random_bits}
