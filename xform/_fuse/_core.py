@@ -17,6 +17,7 @@ from xform._compat import Jaxpr, JaxprEqn, weakref_lru_cache
 from xform._remat._jaxprs import flatten, retrace
 from xform.jaxpr._interpret import called, evaluate
 from xform.jaxpr._walk import at_line
+from xform.lowering._dropout import threefry
 
 _WORD = 32
 
@@ -35,8 +36,7 @@ def _apply(eqn: JaxprEqn, *args) -> list:
         with at_line(eqn):
             return [rule(eqn, *args)]
     if (body := called(eqn)) is not None:
-        with at_line(eqn):
-            return evaluate(body, body.consts, args, _apply)
+        return evaluate(body, body.consts, args, _apply)
     with at_line(eqn):
         outs = eqn.primitive.bind(*args, **eqn.params)
     return list(outs) if eqn.primitive.multiple_results else [outs]
@@ -65,7 +65,7 @@ def _random_bits(eqn: JaxprEqn, key):
     place = jnp.zeros(whole, jnp.uint32)
     for d, stride in enumerate(_strides(shape), len(leading)):
         place = place + lax.broadcasted_iota(jnp.uint32, whole, d) * jnp.uint32(stride)
-    high, low = _hash(*words, jnp.zeros(whole, jnp.uint32), place)
+    high, low = threefry(words, (jnp.zeros(whole, jnp.uint32), place))
     return (high ^ low).astype(jnp.dtype(f"uint{width}"))
 
 

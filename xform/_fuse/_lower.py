@@ -25,11 +25,9 @@ from xform._fuse._region import region_of
 from xform._fuse._verify import verify
 from xform.lowering import row_blocks
 from xform.lowering._region import Lines, Region
-from xform.lowering.row_blocks import Split
+from xform.lowering._row_end import WHOLE, Split
 from xform.primitives._auto import axis_names
 from xform.primitives._rules import check_export
-
-_WHOLE = Split()
 
 
 def register(primitive: Primitive) -> None:
@@ -39,12 +37,12 @@ def register(primitive: Primitive) -> None:
     lower_with_devices(primitive)
 
 
-def _on_cpu(region: Region, *args, split: Split = _WHOLE) -> list:
+def _on_cpu(region: Region, *args, split: Split = WHOLE) -> list:
     verify(region)
     return row_blocks.run(region, *args, split=split)
 
 
-def _on_gpu(region: Region, *args, split: Split = _WHOLE) -> list:
+def _on_gpu(region: Region, *args, split: Split = WHOLE) -> list:
     from xform.lowering.mosaic_gpu import _rows
 
     return _rows.run(region, *args, split=split)

@@ -18,6 +18,7 @@ from jax.interpreters import ad, batching, partial_eval
 from xform._compat import (
     Jaxpr,
     JaxprEqn,
+    Literal,
     Primitive,
     Var,
     apply_primitive,
@@ -37,15 +38,20 @@ fused_p.multiple_results = True
 
 
 def fused(jaxpr: Jaxpr, *args) -> list:
-    """Runs a program as one kernel.
+    """Runs a program as one kernel, which writes each value once and copies none.
 
     Raises:
       FusionError: it is none.
     """
     program, consts = flatten(jaxpr)
-    program = intern(program)
-    region_of(program)
-    return fused_p.bind(*consts, *args, call_jaxpr=program)
+    args = [*consts, *args]
+    given = dict(zip(program.invars, args, strict=True))
+    made = {v: None for v in program.outvars if isinstance(v, Var) and v not in given}
+    if made:
+        kernel = intern(build(program.invars, list(made), program.eqns))
+        region_of(kernel)
+        given.update(zip(made, fused_p.bind(*args, call_jaxpr=kernel), strict=True))
+    return [x.val if isinstance(x, Literal) else given[x] for x in program.outvars]
 
 
 def _type(*avals, call_jaxpr: Jaxpr):

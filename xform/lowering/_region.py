@@ -60,6 +60,16 @@ class Region:
         """What is summed over rows."""
         return self.body.outvars[len(self.results) :]
 
+    def over(self, i: int) -> list[int | None]:
+        """The lines that the i-th sum is over."""
+        lines = self.lines_of(self.summed[i])
+        return [lines[d] for d in self.sums[i].axes]
+
+    def kept(self, i: int) -> Lines:
+        """The lines of the i-th sum's result."""
+        lines = self.lines_of(self.summed[i])
+        return tuple(k for d, k in enumerate(lines) if d not in self.sums[i].axes)
+
     @cached_property
     def width(self) -> int:
         """The number of elements of the widest value of one row."""

@@ -8,8 +8,8 @@ before get the same results twice, and are left out of sums.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -21,50 +21,32 @@ from xform._compat import Literal, Var
 from xform.lowering._block_ops import Block
 from xform.lowering._contract import wide_of
 from xform.lowering._once import kept
-from xform.lowering._region import Lines, Region, Sum
+from xform.lowering._region import Lines, Region
+from xform.lowering._row_end import WHOLE, Split, all_rows, finished
 
 ELEMENTS = 1 << 15
 """Of the widest value of a block: some values of so many stay in a core's own cache."""
 
 
-@dataclass(frozen=True)
-class Split:
-    """Of a device that has some of all rows, the mesh axes that split each line."""
-
-    axes: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
-
-    def first(self, region: Region) -> dict[int, Any]:
-        """Of each line the first that is here."""
-        return {k: lax.axis_index(axes) * region.sizes[k] for k, axes in self.axes.items()}
-
-    def total(self, x, over: Iterable[int | None]):
-        """A sum over these lines, from that of what is here."""
-        axes = tuple(axis for line in over for axis in self.axes.get(line, ()))
-        return lax.psum(x, axes) if axes else x
+def run(region: Region, *args, split: Split = WHOLE) -> list:
+    """Returns the results of a region, of the rows that a device has."""
+    blocks = Blocks(region, split.first(region))
+    rows, sums = (of_nothing if 0 in region.sizes else _in_blocks)(blocks, args)
+    return finished(region, rows, sums, args, split)
 
 
-def run(region: Region, *args, split: Split = Split()) -> list:  # noqa: B008
-    """Returns the results of a region."""
-    blocks = Blocks(region, split.first(region) if split.axes else {})
-    totals = [_Total(blocks, s, v) for s, v in zip(region.sums, region.summed, strict=True)]
-    made, sums = (_at_once if 0 in region.sizes else _in_blocks)(blocks, totals, args)
-    sums = [split.total(x, total.over) for x, total in zip(sums, totals, strict=True)]
-    types = (v.aval.dtype for v in region.finish.invars)
-    sums = [x.astype(t) for x, t in zip(sums, types, strict=False)]
-    ends = blocks.whole.run(region.finish, [*sums, *args])
-    return [(ends if late else made)[i] for late, i in region.order]
+def of_nothing(blocks: Blocks, args: Sequence) -> tuple[list, list]:
+    """What no rows result in, or rows with nothing in them, and the sums."""
+    region = blocks.region
+    made = all_rows(region, WHOLE).run(region.body, args)
+    n = len(region.results)
+    return made[:n], [Total(blocks, i).of(x) for i, x in enumerate(made[n:])]
 
 
-def _at_once(blocks: Blocks, totals: Sequence[_Total], args: Sequence) -> tuple[list, list]:
-    """Of no rows, or of rows with nothing in them."""
-    made = blocks.whole.run(blocks.region.body, args)
-    n = len(blocks.region.results)
-    return made[:n], [total.of(x) for total, x in zip(totals, made[n:], strict=True)]
-
-
-def _in_blocks(blocks: Blocks, totals: Sequence[_Total], args: Sequence) -> tuple[list, list]:
+def _in_blocks(blocks: Blocks, args: Sequence) -> tuple[list, list]:
     """What rows result in, and the sums."""
     region, once = blocks.region, kept(blocks.region)
+    totals = [Total(blocks, i) for i in range(len(region.sums))]
     n = len(region.results)
 
     def step(i, outs):
@@ -147,11 +129,6 @@ class Blocks:
         """Of the widest value of a block."""
         return math.prod(self.size.values()) * self.region.width
 
-    @property
-    def whole(self) -> Block:
-        """All rows as one block."""
-        return Block(self.region, {k: self.region.sizes[k] for k in self.region.rows}, self.first)
-
     def turn(self, i) -> Turn:
         """Which block along each line the i-th is."""
         found = {}
@@ -174,32 +151,21 @@ class Blocks:
 
 
 @dataclass(frozen=True, eq=False)
-class _Total:
-    """A sum over all rows, block after block, in more bits than the values have."""
+class Total:
+    """The i-th sum over rows, block after block, in more bits than the values have."""
 
     blocks: Blocks
-    sum: Sum
-    value: Var
+    i: int
 
     @property
-    def lines(self) -> Lines:
-        """Of the dims of the value."""
-        return self.blocks.region.lines_of(self.value)
-
-    @property
-    def over(self) -> list[int | None]:
-        """The lines that are summed over."""
-        return [self.lines[i] for i in self.sum.axes]
-
-    @property
-    def kept(self) -> Lines:
-        """The lines of the sum."""
-        return tuple(k for i, k in enumerate(self.lines) if i not in self.sum.axes)
+    def value(self) -> Var:
+        """What is summed."""
+        return self.blocks.region.summed[self.i]
 
     def of(self, x):
         """The sum of what a block has."""
         floats = jnp.issubdtype(x.dtype, jnp.floating)
-        return x.sum(self.sum.axes, dtype=wide_of(x.dtype) if floats else x.dtype)
+        return x.sum(self.blocks.region.sums[self.i].axes, dtype=wide_of(x.dtype) if floats else x.dtype)
 
     def zeros(self) -> jax.Array:
         value = jax.ShapeDtypeStruct(self.blocks.region.shape(self.value), self.value.aval.dtype)
@@ -208,18 +174,19 @@ class _Total:
     def add(self, so_far, turn: Turn, x):
         """The sum with that of a block."""
         part = self.of(jnp.where(self._new(turn, x.shape), x, jnp.zeros((), x.dtype)))
-        starts = self.blocks.starts(turn, self.kept)
+        starts = self.blocks.starts(turn, self.blocks.region.kept(self.i))
         here = lax.dynamic_slice(so_far, starts, part.shape, allow_negative_indices=False)
         return lax.dynamic_update_slice(so_far, here + part, starts, allow_negative_indices=False)
 
     def _new(self, turn: Turn, shape: tuple[int, ...]):
         """Where a block's elements were in none before."""
         new = jnp.full([1] * len(shape), True)
+        lines = self.blocks.region.lines_of(self.value)
         for line, i in turn.items():
-            if line not in self.lines:  # blocks along this line are the same
+            if line not in lines:  # blocks along this line are the same
                 new &= i == 0
             elif self.blocks.region.sizes[line] % self.blocks.size[line]:
-                d = self.lines.index(line)
+                d = lines.index(line)
                 here = lax.broadcasted_iota(jnp.int32, [n if k == d else 1 for k, n in enumerate(shape)], d)
                 new &= here + self.blocks.start(turn, line) >= i * self.blocks.size[line]
         return new

@@ -1,0 +1,222 @@
+"""Loads and stores of a kernel over rows, for the hardware and for the interpreter.
+
+A thread has `vector` neighbouring elements of every 128 times as many. Where a row, or the last
+tile, has fewer than the threads do, a load takes the last ones that there are once more, and a
+store leaves them out. The twin says the same with slices that the interpreter knows.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import jax.numpy as jnp
+import numpy as np
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, memref, scf, vector
+
+from xform.lowering.mosaic_gpu import _plgpu as plgpu
+from xform.lowering.mosaic_gpu._row_geometry import Geometry, Place
+
+
+@dataclasses.dataclass(frozen=True)
+class Spot:
+    """What of an array a tile is.
+
+    Attributes:
+      place: where the array lies.
+      start: where in a row it begins, in elements.
+      length: elements of a row that belong to it.
+    """
+
+    place: Place
+    start: int
+    length: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Hardware:
+    """Vectors of neighbouring elements."""
+
+    geometry: Geometry
+
+    def layout(self, size: int):
+        """Of a tile of so many elements."""
+        return plgpu.Layout.WG_STRIDED((size,), vec_size=self.geometry.vector)
+
+    def load(self, ref, spot: Spot, first, begin):
+        """A tile: of rows from `first` on, elements from `begin` on."""
+        size = self.geometry.held(spot.length)
+        result = plgpu.ShapeDtypeStruct((size,), ref.dtype, layout=self.layout(size))
+        splat = plgpu.Layout.WG_SPLAT
+
+        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), splat, splat), return_type=result)
+        def load(ctx, ref, first, begin):
+            del ctx
+            return _load(self.geometry, spot, size, signed, ref, _number(first), _number(begin))
+
+        signed = None if jnp.issubdtype(ref.dtype, jnp.floating) else ref.dtype == jnp.int32
+        return load(ref, first, begin)
+
+    def store(self, ref, spot: Spot, first, begin, x):
+        """Writes a tile there."""
+        splat = plgpu.Layout.WG_SPLAT
+
+        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), splat, splat, self.layout(x.shape[0])))
+        def store(ctx, ref, first, begin, x):
+            del ctx
+            _store(self.geometry, spot, ref, _number(first), _number(begin), x)
+
+        store(ref, first, begin, plgpu.layout_cast(x, self.layout(x.shape[0])))
+
+    def tile(self, x, size: int):
+        """A tile of one number."""
+        return plgpu.layout_cast(jnp.broadcast_to(x, (size,)), self.layout(size))
+
+    def iota(self, size: int):
+        """The number of each element of a tile."""
+        return plgpu.broadcasted_iota(jnp.int32, (size,), 0, layout=self.layout(size))
+
+
+def _number(scalar) -> ir.Value:
+    return arith.index_cast(ir.IndexType.get(), scalar.registers.item())
+
+
+def _constant(n: int) -> ir.Value:
+    return arith.constant(ir.IndexType.get(), n)
+
+
+def _layout(geometry: Geometry, size: int):
+    return plgpu.StridedLayout((size,), geometry.vector)
+
+
+def _load(geometry: Geometry, spot: Spot, size: int, signed, ref, first, begin):
+    layout = _layout(geometry, size)
+    element = ir.MemRefType(ref.type).element_type
+    kind = ir.VectorType.get((geometry.vector,), element)
+    registers = np.empty(layout.registers_shape((size,)), dtype=object)
+    for i, at in enumerate(layout.linear_thread_idxs()):
+        row, col, _ = _where(geometry, spot, first, begin, at)
+        offset = _offset(geometry, spot, row, col)
+        if spot.place.inner is None:
+            registers[i] = vector.broadcast(kind, memref.load(ref, [offset]))
+        else:
+            registers[i] = vector.load(kind, ref, [offset])
+    return plgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=signed)
+
+
+def _store(geometry: Geometry, spot: Spot, ref, first, begin, x):
+    for i, at in enumerate(x.layout.linear_thread_idxs()):
+        row, col, inside = _where(geometry, spot, first, begin, at)
+        offset = _offset(geometry, spot, row, col)
+        if inside is None:
+            _write(spot, ref, offset, x.registers[i])
+            continue
+        branch = scf.IfOp(inside)
+        with ir.InsertionPoint(branch.then_block):
+            _write(spot, ref, offset, x.registers[i])
+            scf.yield_([])
+
+
+def _write(spot: Spot, ref, offset, x):
+    """Writes a vector; or the number that its elements are, where a row has one."""
+    if spot.place.inner is None:
+        memref.store(vector.extract(x, dynamic_position=[], static_position=[0]), ref, [offset])
+    else:
+        vector.store(x, ref, [offset])
+
+
+def _where(geometry: Geometry, spot: Spot, first, begin, at):
+    """Row and element of a thread's vector, no further than there are; whether it is there."""
+    below = lambda a, b: arith.cmpi(arith.CmpIPredicate.ult, a, b)
+    if geometry.together == 1:
+        col = arith.addi(begin, at)
+        if spot.length % geometry.held(spot.length) == 0:
+            return first, col, None
+        last = _constant(spot.length - geometry.vector)
+        return first, arith.minui(col, last), below(col, _constant(spot.length))
+    length = _constant(spot.length)
+    row, col = arith.addi(first, arith.divui(at, length)), arith.remui(at, length)
+    if geometry.rows % geometry.together == 0 and _is_full(geometry, spot):
+        return row, col, None
+    rows = _constant(geometry.rows)
+    there = below(row, rows)
+    if not _is_full(geometry, spot):
+        there = arith.andi(there, below(at, _constant(geometry.together * spot.length)))
+    return arith.minui(row, _constant(geometry.rows - 1)), col, there
+
+
+def _is_full(geometry: Geometry, spot: Spot) -> bool:
+    """Whether a tile has an element for each place that threads have."""
+    return geometry.together * spot.length == geometry.held(spot.length)
+
+
+def _offset(geometry: Geometry, spot: Spot, row, col):
+    """Where in memory an element lies."""
+    total = None if spot.place.inner is None else arith.addi(col, _constant(spot.start))
+    for i, stride in enumerate(spot.place.strides):
+        if stride == 0:
+            continue
+        index = row
+        if (after := math.prod(geometry.sizes[i + 1 :])) > 1:
+            index = arith.divui(index, _constant(after))
+        if i > 0:
+            index = arith.remui(index, _constant(geometry.sizes[i]))
+        term = arith.muli(index, _constant(stride))
+        total = term if total is None else arith.addi(total, term)
+    return _constant(0) if total is None else total
+
+
+@dataclasses.dataclass(frozen=True)
+class Twin:
+    """Slices, row by row."""
+
+    geometry: Geometry
+
+    def load(self, ref, spot: Spot, first, begin):
+        """As `Hardware.load`."""
+        size, parts = self.geometry.held(spot.length), []
+        for r in range(self.geometry.together):
+            row = jnp.minimum(first + r, self.geometry.rows - 1)
+            start = self._start(spot, row)
+            if spot.place.inner is None:
+                parts.append(jnp.broadcast_to(ref[start], (self._count(spot),)))
+            else:
+                begin_ = jnp.minimum(begin, spot.length - self._count(spot))
+                part = ref[plgpu.ds(start + spot.start + begin_, self._count(spot))]
+                parts.append(jnp.roll(part, begin_ - begin))
+        return jnp.pad(jnp.concatenate(parts), (0, size - self.geometry.together * self._count(spot)))
+
+    def store(self, ref, spot: Spot, first, begin, x):
+        """As `Hardware.store`."""
+        count = self._count(spot)
+        for r in range(self.geometry.together):
+            part = x[r * count : (r + 1) * count]
+
+            @plgpu.when(first + r < self.geometry.rows)
+            def _(r=r, part=part):
+                start = self._start(spot, first + r) + spot.start
+                begin_ = jnp.minimum(begin, spot.length - count)
+                old = ref[plgpu.ds(start + begin_, count)]
+                place = jnp.arange(count, dtype=jnp.int32) + begin_
+                ref[plgpu.ds(start + begin_, count)] = jnp.where(
+                    place >= begin, jnp.roll(part, begin - begin_), old
+                )
+
+    def tile(self, x, size: int):
+        """As `Hardware.tile`."""
+        return jnp.broadcast_to(x, (size,))
+
+    def iota(self, size: int):
+        """As `Hardware.iota`."""
+        return jnp.arange(size, dtype=jnp.int32)
+
+    def _count(self, spot: Spot) -> int:
+        return min(spot.length, self.geometry.chunk)
+
+    def _start(self, spot: Spot, row):
+        total = jnp.int32(0)
+        for i, stride in enumerate(spot.place.strides):
+            after = math.prod(self.geometry.sizes[i + 1 :])
+            total += row // after % self.geometry.sizes[i] * stride
+        return total
