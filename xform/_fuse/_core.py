@@ -12,6 +12,7 @@ import math
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.core import ShapedArray
 
 from xform._compat import Jaxpr, JaxprEqn, weakref_lru_cache
 from xform._remat._jaxprs import flatten, retrace
@@ -25,7 +26,7 @@ _WORD = 32
 @weakref_lru_cache
 def core(jaxpr: Jaxpr) -> Jaxpr:
     """Returns the program of one without constants, whose keys are given as their data."""
-    types = [x.aval for x in jaxpr.invars]
+    types = [ShapedArray(x.aval.shape, x.aval.dtype) for x in jaxpr.invars]
     program = retrace(lambda *args: evaluate(jaxpr, (), args, _apply), types)
     flat, consts = flatten(program)
     return flat.with_consts(consts) if consts else flat
@@ -42,9 +43,17 @@ def _apply(eqn: JaxprEqn, *args) -> list:
     return list(outs) if eqn.primitive.multiple_results else [outs]
 
 
-def _as_data(eqn: JaxprEqn, key):
+def _as_it_is(eqn: JaxprEqn, x):
+    """Keys are their data; on one device, all values have one type."""
     del eqn
-    return key
+    return x
+
+
+def _reshard(eqn: JaxprEqn, x):
+    """What only says on which mesh an array is; one that moves it stays, to be refused."""
+    (old,), (new,) = eqn.invars, eqn.outvars
+    spec = lambda v: tuple(v.aval.sharding.spec)
+    return x if spec(old) == spec(new) else eqn.primitive.bind(x, **eqn.params)
 
 
 def _random_bits(eqn: JaxprEqn, key):
@@ -73,4 +82,8 @@ def _strides(shape: tuple[int, ...]) -> list[int]:
     return [math.prod(shape[d + 1 :]) for d in range(len(shape))]
 
 
-_RULES = {"random_wrap": _as_data, "random_unwrap": _as_data, "random_bits": _random_bits}
+_RULES = {
+    **dict.fromkeys(("random_wrap", "random_unwrap", "pcast", "pvary"), _as_it_is),
+    "random_bits": _random_bits,
+    "reshard": _reshard,
+}

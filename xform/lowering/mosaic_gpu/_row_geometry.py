@@ -20,6 +20,7 @@ _HELD = 64
 # Elements that one thread has of a tile of short rows: two loads of 16 bytes in 16 bits.
 _SHORT = 16
 _DTYPES = ("float32", "bfloat16", "float16", "int32", "uint32")
+_SUMMED = ("float32", "bfloat16", "float16")
 REDUCTIONS = ("reduce_sum", "reduce_max", "reduce_min")
 _CUTS = ("slice", "split", "concatenate", "pad")
 
@@ -94,7 +95,7 @@ def misfits(region: Region) -> list[str]:
     ends = [*region.body.invars, *region.results]
     told = lambda v: v.aval.str_short()
     wrong = [f"{told(v)}, whose rows are not side by side" for v in ends if not _last(inner, region, v)]
-    dtypes = {str(v.aval.dtype) for v in [*ends, *region.summed]} - set(_DTYPES)
+    dtypes = {str(v.aval.dtype) for v in ends} - set(_DTYPES)
     wrong += [f"arrays of {dtype}; it takes {', '.join(_DTYPES)}" for dtype in sorted(dtypes)]
     for s, v in zip(region.sums, region.summed, strict=True):
         kept = {k for i, k in enumerate(region.lines_of(v)) if i not in s.axes and k is not None}
@@ -105,6 +106,8 @@ def misfits(region: Region) -> list[str]:
     for eqn in region.body.eqns:
         if eqn.primitive.name in _CUTS and not _cuts_rows(inner, region, eqn):
             wrong.append(f"`{eqn.primitive.name}` to {told(eqn.outvars[0])}, not of whole rows")
+    other = {str(v.aval.dtype) for v in region.summed if v.aval.dtype not in _SUMMED}
+    wrong += [f"a sum over rows of {dtype}" for dtype in sorted(other)]
     wrong += [f"{told(v)}, of 2**31 elements or more" for v in ends if v.aval.size >= 1 << 31]
     return wrong
 

@@ -83,7 +83,7 @@ def _number(scalar) -> ir.Value:
 
 
 def _constant(n: int) -> ir.Value:
-    return arith.constant(ir.IndexType.get(), n)
+    return arith.constant(ir.IndexType.get(), int(n))
 
 
 def _layout(geometry: Geometry, size: int):
@@ -169,39 +169,36 @@ def _offset(geometry: Geometry, spot: Spot, row, col):
 
 @dataclasses.dataclass(frozen=True)
 class Twin:
-    """Slices, row by row."""
+    """Slices: one for each run of elements that lie side by side."""
 
     geometry: Geometry
 
     def load(self, ref, spot: Spot, first, begin):
         """As `Hardware.load`."""
-        size, parts = self.geometry.held(spot.length), []
-        for r in range(self.geometry.together):
-            row = jnp.minimum(first + r, self.geometry.rows - 1)
-            start = self._start(spot, row)
+        runs, count = self._runs(spot, first, begin)
+        parts = []
+        for start, _, moved in runs:
             if spot.place.inner is None:
-                parts.append(jnp.broadcast_to(ref[start], (self._count(spot),)))
+                parts.append(jnp.broadcast_to(ref[start], (count,)))
             else:
-                begin_ = jnp.minimum(begin, spot.length - self._count(spot))
-                part = ref[plgpu.ds(start + spot.start + begin_, self._count(spot))]
-                parts.append(jnp.roll(part, begin_ - begin))
-        return jnp.pad(jnp.concatenate(parts), (0, size - self.geometry.together * self._count(spot)))
+                parts.append(jnp.roll(ref[plgpu.ds(start, count)], -moved))
+        whole = jnp.concatenate(parts)
+        return jnp.pad(whole, (0, self.geometry.held(spot.length) - len(whole)))
 
     def store(self, ref, spot: Spot, first, begin, x):
         """As `Hardware.store`."""
-        count = self._count(spot)
-        for r in range(self.geometry.together):
-            part = x[r * count : (r + 1) * count]
+        runs, count = self._runs(spot, first, begin)
+        for i, (start, there, moved) in enumerate(runs):
 
-            @plgpu.when(first + r < self.geometry.rows)
-            def _(r=r, part=part):
-                start = self._start(spot, first + r) + spot.start
-                begin_ = jnp.minimum(begin, spot.length - count)
-                old = ref[plgpu.ds(start + begin_, count)]
-                place = jnp.arange(count, dtype=jnp.int32) + begin_
-                ref[plgpu.ds(start + begin_, count)] = jnp.where(
-                    place >= begin, jnp.roll(part, begin - begin_), old
-                )
+            @plgpu.when(there)
+            def _(i=i, start=start, moved=moved):
+                part = x[i * count : (i + 1) * count]
+                if spot.place.inner is None:
+                    ref[start] = part[0]
+                    return
+                at = plgpu.ds(start, count)
+                new = jnp.arange(count, dtype=jnp.int32) >= moved
+                ref[at] = jnp.where(new, jnp.roll(part, moved), ref[at])
 
     def tile(self, x, size: int):
         """As `Hardware.tile`."""
@@ -211,8 +208,24 @@ class Twin:
         """As `Hardware.iota`."""
         return jnp.arange(size, dtype=jnp.int32)
 
-    def _count(self, spot: Spot) -> int:
-        return min(spot.length, self.geometry.chunk)
+    def _runs(self, spot: Spot, first, begin) -> tuple[list[tuple], int]:
+        """Of each run where it starts, whether it is there, and how far it had to start earlier."""
+        geometry, place = self.geometry, spot.place
+        if geometry.flat and any(place.strides):
+            total = geometry.rows * geometry.length
+            count = min(total, geometry.together * geometry.length)
+            start = jnp.minimum(first * geometry.length, total - count)
+            return [(start, True, first * geometry.length - start)], count
+        count = min(spot.length, geometry.chunk)
+        back = jnp.maximum(begin - (spot.length - count), 0)
+        runs = []
+        for r in range(geometry.together):
+            row = jnp.minimum(first + r, geometry.rows - 1)
+            start = self._start(spot, row)
+            if place.inner is not None:
+                start = start + spot.start + begin - back
+            runs.append((start, first + r < geometry.rows, back))
+        return runs, count
 
     def _start(self, spot: Spot, row):
         total = jnp.int32(0)

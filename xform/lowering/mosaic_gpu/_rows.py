@@ -10,6 +10,7 @@ each of which leaves its part: one reduction finishes them.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -49,10 +50,11 @@ def run(region: Region, *args, split: Split = WHOLE, interpret=None) -> list:
     if 0 in region.sizes:
         return finished(region, *of_nothing(Blocks(region, {}), args), args, split)
     kernel = _Kernel(region, interpret)
-    made = list(kernel(args))
-    n = len(region.results)
-    sums = [x.sum(0).reshape(shape) for x, shape in zip(made[n:], kernel.sum_shapes, strict=True)]
-    results = [x.reshape(region.shape(v)) for x, v in zip(made[:n], region.results, strict=True)]
+    made, parts = kernel(args)
+    results = [x.reshape(region.shape(v)) for x, v in zip(made, region.results, strict=True)]
+    # Of one array, so that XLA makes one reduction of them.
+    cuts = zip(kernel.sum_starts, kernel.sum_shapes, strict=True)
+    sums = [parts[:, a : a + math.prod(s)].sum(0).reshape(s) for a, s in cuts]
     return finished(region, results, sums, args, split)
 
 
@@ -93,13 +95,22 @@ class _Kernel:
         each = (self.region.kept(i) for i in range(len(self.region.sums)))
         return [tuple(1 if k is None else sizes[k] for k in lines) for lines in each]
 
-    def __call__(self, args: Sequence) -> list:
-        """The results of rows, flat, and of each sum the parts of all blocks."""
+    @cached_property
+    def sum_starts(self) -> list[int]:
+        """Where each of the sums begins in what a block leaves of them."""
+        sizes = map(math.prod, self.sum_shapes)
+        return [0, *itertools.accumulate(sizes)][: len(self.sum_shapes)]
+
+    @property
+    def sum_size(self) -> int:
+        """How many numbers a block leaves of sums."""
+        return sum(map(math.prod, self.sum_shapes))
+
+    def __call__(self, args: Sequence) -> tuple[list, Any]:
+        """The results of rows, flat, and of the sums what each block leaves, `[blocks, ...]`."""
         shapes = [(math.prod(self.region.shape(v)), v.aval.dtype) for v in self.region.results]
-        shapes += [
-            (self.blocks * math.prod(shape), wide_of(v.aval.dtype))
-            for shape, v in zip(self.sum_shapes, self.region.summed, strict=True)
-        ]
+        if self.region.sums:
+            shapes.append((self.blocks * self.sum_size, jnp.dtype(jnp.float32)))
         run = plgpu.kernel(
             self._body,
             out_type=tuple(jax.ShapeDtypeStruct((n,), dtype) for n, dtype in shapes),
@@ -112,8 +123,7 @@ class _Kernel:
             **({"interpret": self.interpret} if self.interpret else {}),
         )  # fmt: skip
         made = list(run(*(x.reshape(-1) for x in args)))
-        n = len(self.region.results)
-        return [*made[:n], *(x.reshape(self.blocks, -1) for x in made[n:])]
+        return made, made.pop().reshape(self.blocks, -1) if self.region.sums else None
 
     def _body(self, *refs):
         """What a block does."""
@@ -129,8 +139,8 @@ class _Kernel:
             for a, b in zip(so_far, self._row(ins, outs, block + i * self.blocks), strict=True)
         ]
         totals = lax.fori_loop(0, turns, step, self._nothing())
-        for ref, shape, total in zip(sums, self.sum_shapes, totals, strict=True):
-            self._leave(ref, math.prod(shape), block, total)
+        for start, shape, total in zip(self.sum_starts, self.sum_shapes, totals, strict=True):
+            self._leave(sums[0], start, math.prod(shape), block, total)
 
     def _nothing(self) -> list:
         """Sums of no rows."""
@@ -141,14 +151,15 @@ class _Kernel:
             for n, t in zip(sizes, dtypes, strict=True)
         ]
 
-    def _leave(self, ref, size: int, block, total) -> None:
+    def _leave(self, ref, start: int, size: int, block, total) -> None:
         """Writes a block's part of a sum."""
         if size == 1:
-            ref[block] = total
+            ref[block * self.sum_size + start] = total
             return
-        parts = dataclasses.replace(self.geometry, sizes=(self.blocks,))
-        memory = dataclasses.replace(self.memory, geometry=parts)
-        memory.store(ref, Spot(Place((size,), size), 0, size), block, jnp.int32(0), total)
+        blocks = dataclasses.replace(self.geometry, sizes=(self.blocks,))
+        spot = Spot(Place((self.sum_size,), size), start, size)
+        memory = dataclasses.replace(self.memory, geometry=blocks)
+        memory.store(ref, spot, block, jnp.int32(0), total)
 
     def _tile(self, ins: Sequence, number, begin, numbers: Mapping[Var, Any]) -> Tile:
         """A tile, or a part of a row, with what is known of it."""
