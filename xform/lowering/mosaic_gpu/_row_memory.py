@@ -12,6 +12,7 @@ import math
 
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, memref, scf, vector
 
@@ -169,36 +170,45 @@ def _offset(geometry: Geometry, spot: Spot, row, col):
 
 @dataclasses.dataclass(frozen=True)
 class Twin:
-    """Slices: one for each run of elements that lie side by side."""
+    """The same by whole arrays, for operands, and by slices of them, for results."""
 
     geometry: Geometry
 
     def load(self, ref, spot: Spot, first, begin):
         """As `Hardware.load`."""
-        runs, count = self._runs(spot, first, begin)
-        parts = []
-        for start, _, moved in runs:
-            if spot.place.inner is None:
-                parts.append(jnp.broadcast_to(ref[start], (count,)))
-            else:
-                parts.append(jnp.roll(ref[plgpu.ds(start, count)], -moved))
-        whole = jnp.concatenate(parts)
-        return jnp.pad(whole, (0, self.geometry.held(spot.length) - len(whole)))
+        at = jnp.arange(self.geometry.held(spot.length), dtype=jnp.int32)
+        if self.geometry.together == 1:
+            row, col = first, jnp.minimum(begin + at, spot.length - 1)
+        else:
+            row, col = jnp.minimum(first + at // spot.length, self.geometry.rows - 1), at % spot.length
+        start = jnp.broadcast_to(self._start(spot, row), at.shape)
+        return ref[...][start if spot.place.inner is None else start + spot.start + col]
 
     def store(self, ref, spot: Spot, first, begin, x):
-        """As `Hardware.store`."""
-        runs, count = self._runs(spot, first, begin)
-        for i, (start, there, moved) in enumerate(runs):
+        """As `Hardware.store`; the last run of elements side by side is a shorter one."""
+        geometry = self.geometry
+        if geometry.flat and any(spot.place.strides):
+            start, total = first * geometry.length, geometry.rows * geometry.length
+            self._write(ref, start, x, start, total, geometry.together * geometry.length)
+        elif geometry.together == 1:
+            start = self._start(spot, first) + spot.start + begin
+            self._write(ref, start, x, begin, spot.length, min(spot.length, geometry.chunk))
+        else:
+            count = 1 if spot.place.inner is None else spot.length
 
-            @plgpu.when(there)
-            def _(i=i, start=start, moved=moved):
-                part = x[i * count : (i + 1) * count]
-                if spot.place.inner is None:
-                    ref[start] = part[0]
-                    return
-                at = plgpu.ds(start, count)
-                new = jnp.arange(count, dtype=jnp.int32) >= moved
-                ref[at] = jnp.where(new, jnp.roll(part, moved), ref[at])
+            @plgpu.loop(0, jnp.minimum(geometry.together, geometry.rows - first))
+            def _(r):
+                start = self._start(spot, first + r) + spot.start
+                ref[plgpu.ds(start, count)] = lax.dynamic_slice(x, (r * spot.length,), (count,))
+
+    def _write(self, ref, start, x, first, total: int, count: int) -> None:
+        """Writes `count` elements of `total`, from the `first` on, or as many as are left."""
+        count = min(total, count)
+        fits = first + count <= total
+        plgpu.when(fits)(lambda: ref.__setitem__(plgpu.ds(start, count), x[:count]))
+        if rest := total % count:
+            write = lambda: ref.__setitem__(plgpu.ds(start, rest), x[:rest])
+            plgpu.when(jnp.logical_not(fits))(write)
 
     def tile(self, x, size: int):
         """As `Hardware.tile`."""
@@ -207,25 +217,6 @@ class Twin:
     def iota(self, size: int):
         """As `Hardware.iota`."""
         return jnp.arange(size, dtype=jnp.int32)
-
-    def _runs(self, spot: Spot, first, begin) -> tuple[list[tuple], int]:
-        """Of each run where it starts, whether it is there, and how far it had to start earlier."""
-        geometry, place = self.geometry, spot.place
-        if geometry.flat and any(place.strides):
-            total = geometry.rows * geometry.length
-            count = min(total, geometry.together * geometry.length)
-            start = jnp.minimum(first * geometry.length, total - count)
-            return [(start, True, first * geometry.length - start)], count
-        count = min(spot.length, geometry.chunk)
-        back = jnp.maximum(begin - (spot.length - count), 0)
-        runs = []
-        for r in range(geometry.together):
-            row = jnp.minimum(first + r, geometry.rows - 1)
-            start = self._start(spot, row)
-            if place.inner is not None:
-                start = start + spot.start + begin - back
-            runs.append((start, first + r < geometry.rows, back))
-        return runs, count
 
     def _start(self, spot: Spot, row):
         total = jnp.int32(0)
