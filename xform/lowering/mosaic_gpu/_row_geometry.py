@@ -21,7 +21,7 @@ _HELD = 64
 _SHORT = 16
 _DTYPES = ("float32", "bfloat16", "float16", "int32", "uint32")
 _SUMMED = ("float32", "bfloat16", "float16")
-REDUCTIONS = ("reduce_sum", "reduce_max", "reduce_min")
+_REDUCTIONS = ("reduce_sum", "reduce_max", "reduce_min")
 _CUTS = ("slice", "split", "concatenate", "pad")
 
 
@@ -115,7 +115,7 @@ def misfits(region: Region) -> list[str]:
 def geometry_of(region: Region) -> tuple[Geometry, dict[Var, Place]]:
     """Returns how a region is laid out, and where its operands and results lie."""
     ends = [v for v in [*region.body.invars, *region.results] if isinstance(v, Var)]
-    sums = bool(region.sums) or any(e.primitive.name in REDUCTIONS for e in region.body.eqns)
+    sums = bool(region.sums) or any(reduces(region, e) for e in region.body.eqns)
     if not sums and not _within(region) and all(_is_all(region, v) for v in ends):
         return _flat(region, ends)
     inner = _inner(region)
@@ -131,6 +131,14 @@ def geometry_of(region: Region) -> tuple[Geometry, dict[Var, Place]]:
     vector = math.gcd(8, *lengths, *starts)
     geometry = Geometry(sizes, length, vector, together, chunk, divisors)
     return geometry, {v: _place(inner, rows, region, v) for v in ends}
+
+
+def reduces(region: Region, eqn: JaxprEqn) -> bool:
+    """Whether an equation is a sum or maximum along a row, of more than one element."""
+    if eqn.primitive.name not in _REDUCTIONS:
+        return False
+    lines = region.lines_of(eqn.invars[0])
+    return any(lines[d] is not None for d in eqn.params["axes"])
 
 
 def _flat(region: Region, ends: Sequence[Var]) -> tuple[Geometry, dict[Var, Place]]:

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Sequence
 
 from xform._compat import JaxprEqn, Literal, Var
 from xform.lowering._region import Region
-from xform.lowering.mosaic_gpu._row_geometry import REDUCTIONS
+from xform.lowering.mosaic_gpu._row_geometry import reduces
 
 
 def passes(region: Region) -> list[list[JaxprEqn]]:
@@ -15,7 +15,7 @@ def passes(region: Region) -> list[list[JaxprEqn]]:
     found: dict[int, list[JaxprEqn]] = {}
     for eqn in region.body.eqns:
         below = max((depth.get(v, 0) for v in eqn.invars if isinstance(v, Var)), default=0)
-        if eqn.primitive.name in REDUCTIONS:
+        if reduces(region, eqn):
             found.setdefault(below, []).append(eqn)
             below += 1
         depth.update(dict.fromkeys(eqn.outvars, below))
