@@ -103,7 +103,11 @@ SUBJECTS = {
     ),
     "Adam": (
         adam,
-        lambda d, t: (*(normal(i, (N, d), t) for i in range(3)), abs(normal(3, (N, d), t)), normal(4, ()) ** 2 + 3),
+        lambda d, t: (
+            *(normal(i, (N, d), t) for i in range(3)),
+            abs(normal(3, (N, d), t)),
+            jnp.float32(3),
+        ),
         (0, 1),
     ),
 }  # fmt: skip
@@ -122,7 +126,10 @@ def with_gradients(f, argnums):
             return f(*full)
 
         outs, back = jax.vjp(of, *moving)
-        cts = [normal(9 + i, x.shape, jnp.bfloat16).astype(x.dtype) for i, x in enumerate(jax.tree.leaves(outs))]
+        cts = [
+            normal(9 + i, x.shape, jnp.bfloat16).astype(x.dtype)
+            for i, x in enumerate(jax.tree.leaves(outs))
+        ]
         return outs, back(jax.tree.unflatten(jax.tree.structure(outs), cts))
 
     return run

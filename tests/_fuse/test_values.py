@@ -2,10 +2,9 @@
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
-from tests._fuse.subjects import SUBJECTS, normal, with_gradients
+from tests._fuse.subjects import SUBJECTS, with_gradients
 from tests.oracle import assert_as_right_as, in_float64
 from xform import fuse
 

@@ -67,7 +67,10 @@ def fuse(f: Callable) -> Callable:
         leaves, tree = jax.tree.flatten((args, kwargs))
         moving = [i for i, x in enumerate(leaves) if _is_array(x)]
         keys = {i: jax.random.key_impl(leaves[i]) for i in moving if _is_key(leaves[i])}
-        arrays = [jax.random.key_data(x) if i in keys else _array(x) for i, x in ((i, leaves[i]) for i in moving)]
+        arrays = [
+            jax.random.key_data(x) if i in keys else _array(x)
+            for i, x in ((i, leaves[i]) for i in moving)
+        ]
         check_sizes("fuse", **{f"argument {i}": x for i, x in enumerate(arrays)})
 
         def call(*arrays):

@@ -68,7 +68,9 @@ def _random_bits(eqn: JaxprEqn, key):
         )
     whole = (*leading, *shape)
     words = [
-        lax.broadcast_in_dim(lax.index_in_dim(key, i, -1, keepdims=False), whole, range(len(leading)))
+        lax.broadcast_in_dim(
+            lax.index_in_dim(key, i, -1, keepdims=False), whole, range(len(leading))
+        )
         for i in range(2)
     ]
     place = jnp.zeros(whole, jnp.uint32)

@@ -30,7 +30,7 @@ from xform._remat._cut import Settings, frontier
 from xform._remat._halves import Halves
 from xform._remat._jaxprs import build, flatten, live, retrace
 from xform._remat._joint import linearize
-from xform._remat._primitive import differentiated, linear_p
+from xform._remat._primitive import differentiated
 from xform.jaxpr import intern
 
 fused_p = Primitive("fused")

@@ -142,9 +142,11 @@ class _Lines:
     @cached_property
     def rows(self) -> tuple[int, ...]:
         """The lines that are rows, in the order of the dims of what has them all."""
-        free = {line for line in range(len(self.sizes))} - self.within
+        free = set(range(len(self.sizes))) - self.within
         ends = _ends(self.program)
-        order = [line for v in sorted(ends, key=lambda v: -len(self.of(v))) for line in self.lines[v]]
+        order = [
+            line for v in sorted(ends, key=lambda v: -len(self.of(v))) for line in self.lines[v]
+        ]
         return tuple(line for line in dict.fromkeys(order) if line in free)
 
     def region(self) -> Region:
@@ -157,7 +159,9 @@ class _Lines:
         finished = [v for v in program.outvars if v in ends]
         rest = [v for v in program.outvars if v not in ends]
         outputs = [*rest, *(eqn.invars[0] for eqn in sums)]
-        body = build(program.invars, outputs, live([e for e in program.eqns if id(e) not in late], outputs))
+        body = build(
+            program.invars, outputs, live([e for e in program.eqns if id(e) not in late], outputs)
+        )
         totals = [eqn.outvars[0] for eqn in sums]
         tail = [e for e in program.eqns if id(e) in late and not any(e is s for s in sums)]
         finish = build([*totals, *program.invars], finished, live(tail, finished))
@@ -202,8 +206,8 @@ def _largest(program: Jaxpr) -> list[tuple[JaxprEqn, str]]:
 
 def _too_large(v: Var) -> str:
     return (
-        f"its result, {v.aval.str_short()} of {nbytes(v):,} bytes, is larger than every operand and "
-        "result of the function: each row would be read many times over, as in a matrix product"
+        f"its result, {v.aval.str_short()} of {nbytes(v):,} bytes, is larger than every operand "
+        "and result of the function: each row would be read many times over, as in a matrix product"
     )
 
 

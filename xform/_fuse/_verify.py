@@ -42,9 +42,9 @@ def verify(region: Region) -> None:
     told = [f"`{i.opcode}` of {leaf.text} at {module.line(i)}" for i, leaf in large]
     told += [f"{len(loops)} loops"] if len(loops) != 1 else []
     raise FusionError(
-        f"`fuse` promises one loop over blocks of at most {limit:,} bytes a value, and XLA compiled "
-        f"it to something else: {'; '.join(told)}. Nearest legal split: leave what is at these lines "
-        "outside."
+        f"`fuse` promises one loop over blocks of at most {limit:,} bytes a value, and XLA "
+        f"compiled it to something else: {'; '.join(told)}. Nearest legal split: leave what is at "
+        "these lines outside."
     )
 
 

@@ -165,7 +165,9 @@ class Total:
     def of(self, x):
         """The sum of what a block has."""
         floats = jnp.issubdtype(x.dtype, jnp.floating)
-        return x.sum(self.blocks.region.sums[self.i].axes, dtype=wide_of(x.dtype) if floats else x.dtype)
+        return x.sum(
+            self.blocks.region.sums[self.i].axes, dtype=wide_of(x.dtype) if floats else x.dtype
+        )
 
     def zeros(self) -> jax.Array:
         value = jax.ShapeDtypeStruct(self.blocks.region.shape(self.value), self.value.aval.dtype)
@@ -187,6 +189,8 @@ class Total:
                 new &= i == 0
             elif self.blocks.region.sizes[line] % self.blocks.size[line]:
                 d = lines.index(line)
-                here = lax.broadcasted_iota(jnp.int32, [n if k == d else 1 for k, n in enumerate(shape)], d)
+                here = lax.broadcasted_iota(
+                    jnp.int32, [n if k == d else 1 for k, n in enumerate(shape)], d
+                )
                 new &= here + self.blocks.start(turn, line) >= i * self.blocks.size[line]
         return new

@@ -94,7 +94,9 @@ def misfits(region: Region) -> list[str]:
     inner = _inner(region)
     ends = [*region.body.invars, *region.results]
     told = lambda v: v.aval.str_short()
-    wrong = [f"{told(v)}, whose rows are not side by side" for v in ends if not _last(inner, region, v)]
+    wrong = [
+        f"{told(v)}, whose rows are not side by side" for v in ends if not _last(inner, region, v)
+    ]
     dtypes = {str(v.aval.dtype) for v in ends} - set(_DTYPES)
     wrong += [f"arrays of {dtype}; it takes {', '.join(_DTYPES)}" for dtype in sorted(dtypes)]
     for s, v in zip(region.sums, region.summed, strict=True):
@@ -102,7 +104,9 @@ def misfits(region: Region) -> list[str]:
         if kept - set(inner):
             wrong.append(f"a sum over rows of {told(v)} whose result has rows")
         elif kept and _length(inner, region, v) > THREADS * _HELD:
-            wrong.append(f"a sum of rows of {_length(inner, region, v):,}, more than registers hold")
+            wrong.append(
+                f"a sum of rows of {_length(inner, region, v):,}, more than registers hold"
+            )
     for eqn in region.body.eqns:
         if eqn.primitive.name in _CUTS and not _cuts_rows(inner, region, eqn):
             wrong.append(f"`{eqn.primitive.name}` to {told(eqn.outvars[0])}, not of whole rows")
@@ -127,7 +131,9 @@ def geometry_of(region: Region) -> tuple[Geometry, dict[Var, Place]]:
     together = 1 if sums else max(1, THREADS * _SHORT // length)
     sizes = tuple(region.sizes[k] for k in rows)
     divisors = {k: (math.prod(sizes[i + 1 :]), True) for i, k in enumerate(rows)}
-    divisors |= {k: (math.prod(region.sizes[j] for j in inner[i + 1 :]), False) for i, k in enumerate(inner)}
+    divisors |= {
+        k: (math.prod(region.sizes[j] for j in inner[i + 1 :]), False) for i, k in enumerate(inner)
+    }
     vector = math.gcd(8, *lengths, *starts)
     geometry = Geometry(sizes, length, vector, together, chunk, divisors)
     return geometry, {v: _place(inner, rows, region, v) for v in ends}
@@ -207,10 +213,14 @@ def _starts(inner: Sequence[int], region: Region, eqn: JaxprEqn) -> Iterator[int
     """Where in a row a slice begins."""
     if eqn.primitive.name == "slice":
         lines = region.lines_of(eqn.invars[0])
-        yield from (n for n, k in zip(eqn.params["start_indices"], lines, strict=True) if k in inner)
+        yield from (
+            n for n, k in zip(eqn.params["start_indices"], lines, strict=True) if k in inner
+        )
     if eqn.primitive.name == "pad":
         lines = region.lines_of(eqn.invars[0])
-        yield from (c[0] for c, k in zip(eqn.params["padding_config"], lines, strict=True) if k in inner)
+        yield from (
+            c[0] for c, k in zip(eqn.params["padding_config"], lines, strict=True) if k in inner
+        )
 
 
 def _place(inner: Sequence[int], rows: Sequence[int], region: Region, v: Var) -> Place:

@@ -180,7 +180,10 @@ class Twin:
         if self.geometry.together == 1:
             row, col = first, jnp.minimum(begin + at, spot.length - 1)
         else:
-            row, col = jnp.minimum(first + at // spot.length, self.geometry.rows - 1), at % spot.length
+            row, col = (
+                jnp.minimum(first + at // spot.length, self.geometry.rows - 1),
+                at % spot.length,
+            )
         start = jnp.broadcast_to(self._start(spot, row), at.shape)
         return ref[...][start if spot.place.inner is None else start + spot.start + col]
 

@@ -10,7 +10,7 @@ from xform.lowering.mosaic_gpu._row_geometry import reduces
 
 
 def passes(region: Region) -> list[list[JaxprEqn]]:
-    """The sums and maxima along a row: the n-th list waits for the lists before it, and no other."""
+    """The sums and maxima along a row; the n-th list waits for the lists before it."""
     depth: dict[Var, int] = {}
     found: dict[int, list[JaxprEqn]] = {}
     for eqn in region.body.eqns:

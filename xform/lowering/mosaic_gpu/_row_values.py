@@ -92,7 +92,9 @@ class Tile:
         if self.geometry.together == 1 or not any(place.strides):
             ref[self._offset(place)] = value
         else:
-            self.memory.store(ref, Spot(place, 0, self.geometry.length), self.first, self.begin, value)
+            self.memory.store(
+                ref, Spot(place, 0, self.geometry.length), self.first, self.begin, value
+            )
 
     def _offset(self, place: Place):
         """Where in memory the number of a row is."""
@@ -276,7 +278,9 @@ def _iota(tile: Tile, eqn: JaxprEqn) -> Value:
 
 def _slice(tile: Tile, eqn: JaxprEqn, x) -> Value:
     (operand,), (out,) = eqn.invars, eqn.outvars
-    cut = [d for d, (n, m) in enumerate(zip(operand.aval.shape, out.aval.shape, strict=True)) if n != m]
+    cut = [
+        d for d, (n, m) in enumerate(zip(operand.aval.shape, out.aval.shape, strict=True)) if n != m
+    ]
     if not cut or not isinstance(x, tuple):
         return x
     return tile.cut(x, eqn.params["start_indices"][cut[0]], out.aval.shape[cut[0]])

@@ -46,7 +46,9 @@ def run(region: Region, *args, split: Split = WHOLE, interpret=None) -> list:
             f"`fuse` has no GPU kernel for {'; '.join(wrong)}. Leave it outside of `fuse` there."
         )
     if split.axes and any(e.primitive.name == "iota" for e in region.body.eqns):
-        raise NotImplementedError("`fuse` has no GPU kernel for positions along rows that are split")
+        raise NotImplementedError(
+            "`fuse` has no GPU kernel for positions along rows that are split"
+        )
     if 0 in region.sizes:
         return finished(region, *of_nothing(Blocks(region, {}), args), args, split)
     kernel = _Kernel(region, interpret)
@@ -147,7 +149,9 @@ class _Kernel:
         sizes = [math.prod(shape) for shape in self.sum_shapes]
         dtypes = [wide_of(v.aval.dtype) for v in self.region.summed]
         return [
-            jnp.zeros((), t) if n == 1 else self.memory.tile(jnp.zeros((), t), self.geometry.held(n))
+            jnp.zeros((), t)
+            if n == 1
+            else self.memory.tile(jnp.zeros((), t), self.geometry.held(n))
             for n, t in zip(sizes, dtypes, strict=True)
         ]
 
@@ -246,5 +250,9 @@ class _Kernel:
     def _neutral(self, eqn: JaxprEqn):
         """What a sum or maximum begins with."""
         name, dtype = eqn.primitive.name, eqn.invars[0].aval.dtype
-        dtype = wide_of(dtype) if name == "reduce_sum" and jnp.issubdtype(dtype, jnp.floating) else dtype
+        dtype = (
+            wide_of(dtype)
+            if name == "reduce_sum" and jnp.issubdtype(dtype, jnp.floating)
+            else dtype
+        )
         return self.memory.tile(neutral(name, dtype), self.geometry.held(self.geometry.length))
