@@ -15,7 +15,7 @@ from functools import cached_property
 from xform._compat import Jaxpr, JaxprEqn, Literal, Var, weakref_lru_cache
 from xform._fuse._core import core
 from xform._fuse._error import FusionError, refusal
-from xform._fuse._relations import Relations
+from xform._fuse._relations import Dim, Relations
 from xform._fuse._rules import RULES
 from xform._remat._jaxprs import build, has_effects, live
 from xform._remat._kinds import nbytes
@@ -52,7 +52,7 @@ class _Lines:
         self.sizes: list[int] = []
         made = [v for eqn in program.eqns for v in eqn.outvars]
         self.lines = {v: self._number(v) for v in [*program.invars, *made]}
-        self.within = self._whole()
+        self.within = self._of(self.relations.whole)
         for eqn, axes in self.relations.sums:
             self._place(eqn, axes)
 
@@ -69,8 +69,8 @@ class _Lines:
             found.append(self.index[root])
         return tuple(found)
 
-    def _whole(self) -> set[int]:
-        lines = (self.lines[v][i] for v, i in self.relations.whole)
+    def _of(self, dims: Iterable[Dim]) -> set[int]:
+        lines = (self.lines[v][i] for v, i in dims)
         return {line for line in lines if line is not None}
 
     def of(self, atom) -> set[int]:
@@ -122,7 +122,7 @@ class _Lines:
     def refuse_what_is_larger(self) -> None:
         """Refuses values that are larger than all operands and results, and unrelated rows."""
         ends = _ends(self.program)
-        cut = self._whole()  # a part of a row is not larger than the row
+        cut = self._of(self.relations.parts)  # a part of a row is not larger than the row
         of = lambda v: {line for line in self.lines[v] if line is not None} - cut
         spans = [of(v) for v in ends]
         for eqn in self.program.eqns:
@@ -153,6 +153,8 @@ class _Lines:
         """The program, divided into its rows and its end."""
         program = self.program
         over = [(eqn, axes) for eqn, axes in self.relations.sums if self._over_rows(eqn, axes)]
+        later = {id(eqn) for eqn in self.after(eqn for eqn, _ in over)}
+        over = [(eqn, axes) for eqn, axes in over if id(eqn) not in later]
         sums = [eqn for eqn, _ in over]
         late = {id(eqn) for eqn in [*sums, *self.after(sums)]}
         ends = {v for eqn in program.eqns if id(eqn) in late for v in eqn.outvars}

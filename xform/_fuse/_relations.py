@@ -20,11 +20,13 @@ class Relations:
 
     Attributes:
       whole: dims that a kernel must have in one piece.
+      parts: of these, dims that are part of others, or made of them.
       sums: equations that sum, with the dims of their operand that they sum over.
       offences: equations that no kernel can hold, and why.
     """
 
     whole: list[Dim] = field(default_factory=list)
+    parts: list[Dim] = field(default_factory=list)
     sums: list[tuple[JaxprEqn, tuple[int, ...]]] = field(default_factory=list)
     offences: list[tuple[JaxprEqn, str]] = field(default_factory=list)
     _parent: dict[Dim, Dim] = field(default_factory=dict)
@@ -45,6 +47,13 @@ class Relations:
         """An operation reads across these dims of a value: a row must hold them whole."""
         if isinstance(a, Var):
             self.whole += [(a, i) for i in dims]
+
+    def cut(self, a, dims: Iterable[int]) -> None:
+        """These dims of a value are cut or joined to those of another: they are whole, too."""
+        dims = list(dims)
+        self.in_one_piece(a, dims)
+        if isinstance(a, Var):
+            self.parts += [(a, i) for i in dims]
 
     def summed(self, eqn: JaxprEqn, axes: tuple[int, ...]) -> None:
         """An equation sums over these dims of its operand."""

@@ -126,8 +126,8 @@ def _cut(relations: Relations, x, out, untouched: list[bool]) -> None:
     """Dims that are not cut or joined stay what they are; the others must be whole."""
     relations.each(((i, i) for i, same in enumerate(untouched) if same), x, out)
     changed = [i for i, same in enumerate(untouched) if not same]
-    relations.in_one_piece(x, changed)
-    relations.in_one_piece(out, changed)
+    relations.cut(x, changed)
+    relations.cut(out, changed)
 
 
 @fuse_rule("reshape")
@@ -138,8 +138,8 @@ def _reshape(relations: Relations, eqn: JaxprEqn) -> None:
         if len(old) == len(new) == 1:
             relations.same(x, old[0], out, new[0])
         else:
-            relations.in_one_piece(x, old)
-            relations.in_one_piece(out, new)
+            relations.cut(x, old)
+            relations.cut(out, new)
 
 
 def _groups(old: tuple[int, ...], new: tuple[int, ...]) -> list[tuple[list[int], list[int]]]:
