@@ -9,8 +9,11 @@ reduction finishes them.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from functools import cached_property
+
+import jax.numpy as jnp
 
 from xform._compat import Jaxpr, JaxprEqn, Literal, Var, weakref_lru_cache
 from xform._fuse._core import core
@@ -52,7 +55,7 @@ class _Lines:
         self.sizes: list[int] = []
         made = [v for eqn in program.eqns for v in eqn.outvars]
         self.lines = {v: self._number(v) for v in [*program.invars, *made]}
-        self.within = self._of(self.relations.whole)
+        self.within = self._of(self.relations.whole) | self._met_twice()
         for eqn, axes in self.relations.sums:
             self._place(eqn, axes)
 
@@ -72,6 +75,11 @@ class _Lines:
     def _of(self, dims: Iterable[Dim]) -> set[int]:
         lines = (self.lines[v][i] for v, i in dims)
         return {line for line in lines if line is not None}
+
+    def _met_twice(self) -> set[int]:
+        """Lines that one value has twice, as `x[:, None] - x[None]`: all of it meets all of it."""
+        counts = (Counter(lines) for lines in self.lines.values())
+        return {k for found in counts for k, n in found.items() if n > 1 and k is not None}
 
     def of(self, atom) -> set[int]:
         """The lines of an atom that may be rows."""
@@ -123,13 +131,14 @@ class _Lines:
         """Refuses values that are larger than all operands and results, and unrelated rows."""
         ends = _ends(self.program)
         cut = self._of(self.relations.parts)  # a part of a row is not larger than the row
-        of = lambda v: {line for line in self.lines[v] if line is not None} - cut
+        of = lambda v: Counter(k for k in self.lines[v] if k is not None and k not in cut)
         spans = [of(v) for v in ends]
-        for eqn in self.program.eqns:
-            for v in eqn.outvars:
-                if not any(of(v) <= span for span in spans):
-                    raise refusal(self.program, [(eqn, _too_large(v))])
-        if not any(set(self.rows) <= span for span in spans):
+        made = [(eqn, v) for eqn in self.program.eqns for v in eqn.outvars]
+        large = [(e, v) for e, v in made if not any(of(v) <= span for span in spans)]
+        if large:
+            eqn, v = max(large, key=lambda pair: nbytes(pair[1]))
+            raise refusal(self.program, [(eqn, _too_large(v))])
+        if not any(Counter(self.rows) <= span for span in spans):
             shapes = ", ".join(sorted({v.aval.str_short() for v in ends}))
             raise FusionError(
                 f"`fuse` can't make this one kernel: nothing has the rows of all of {shapes}, so "
@@ -189,6 +198,8 @@ def _relations(program: Jaxpr) -> Relations:
     for eqn in program.eqns:
         if has_effects(eqn):
             relations.refuse(eqn, "it has an effect, which a kernel can't have")
+        elif any(jnp.issubdtype(v.aval.dtype, jnp.complexfloating) for v in eqn.outvars):
+            relations.refuse(eqn, "kernels have no complex numbers")
         elif (rule := RULES.get(eqn.primitive.name)) is None:
             relations.refuse(eqn, _UNKNOWN)
         else:
@@ -201,9 +212,8 @@ def _relations(program: Jaxpr) -> Relations:
 def _largest(program: Jaxpr) -> list[tuple[JaxprEqn, str]]:
     """The largest value of a program, if it is larger than all that goes in or out."""
     most = max((v.aval.size for v in _ends(program)), default=1)
-    made = [(eqn, v) for eqn in program.eqns for v in eqn.outvars]
-    eqn, largest = max(made, key=lambda pair: pair[1].aval.size)
-    return [(eqn, _too_large(largest))] if largest.aval.size > most else []
+    made = [(eqn, v) for eqn in program.eqns for v in eqn.outvars if v.aval.size > most]
+    return [(e, _too_large(v)) for e, v in sorted(made, key=lambda pair: -nbytes(pair[1]))[:1]]
 
 
 def _too_large(v: Var) -> str:

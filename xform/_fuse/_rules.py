@@ -65,7 +65,8 @@ def _one_by_one(relations: Relations, eqn: JaxprEqn) -> None:
 
 @fuse_rule("broadcast_in_dim")
 def _broadcast(relations: Relations, eqn: JaxprEqn) -> None:
-    relations.each(enumerate(eqn.params["broadcast_dimensions"]), eqn.invars[0], eqn.outvars[0])
+    dims = map(int, eqn.params["broadcast_dimensions"])
+    relations.each(enumerate(dims), eqn.invars[0], eqn.outvars[0])
 
 
 @fuse_rule("iota")

@@ -1,4 +1,4 @@
-"""Builds scans, branches, remat, kernels and `shard_map` again around bodies in a policy's dtypes."""
+"""Builds scans, branches, remat, kernels and `shard_map` anew, bodies in a policy's dtypes."""
 
 from __future__ import annotations
 
