@@ -101,22 +101,18 @@ def test_forward_and_backward_are_one_kernel_each():
 
 
 def test_a_value_has_one_rounding():
-    """Scores near 1e4 in bfloat16: a maximum of other roundings would leave exponents above 0."""
+    """Scores near 1e4 in bfloat16: beside a maximum of other roundings some would lie above it."""
 
-    def shifted(x):
-        z = x * jnp.bfloat16(1.37)
-        return z - z.max(-1, keepdims=True), jnp.exp(z - z.max(-1, keepdims=True)).sum(-1)
+    def shifted(x, scale):
+        z = x * scale
+        return z.astype(jnp.float32) - z.max(-1, keepdims=True).astype(jnp.float32)
 
-    x = normal(0, (256, 64), jnp.bfloat16, 1e4)
-    exact, sums = shifted(x)  # operation by operation
-    found, found_sums = jax.jit(fuse(shifted))(x)
-    np.testing.assert_array_equal(found, exact)
+    x = np.random.default_rng(0).uniform(-1, 1, size=(64, 256))
+    x, scale = jnp.asarray(x, jnp.bfloat16), jnp.bfloat16(1e4 / 3)
+    found = jax.jit(fuse(shifted))(x, scale)
+    np.testing.assert_array_equal(found, shifted(x, scale))  # operation by operation
     assert float(found.max()) == 0
-    np.testing.assert_allclose(
-        np.asarray(found_sums, np.float32), np.asarray(sums, np.float32), rtol=0.01
-    )
-    other = jax.jit(shifted)(x)[0]
-    assert float(jnp.abs(other.astype(jnp.float32) - exact.astype(jnp.float32)).max()) > 0
+    assert float(jax.jit(shifted)(x, scale).max()) > 1  # XLA's own kernels
 
 
 def test_a_result_is_written_once_and_an_argument_not_at_all():

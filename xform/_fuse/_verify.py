@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import jax
-from jax.sharding import AbstractMesh, use_abstract_mesh
+from jax.sharding import AbstractMesh, SingleDeviceSharding, use_abstract_mesh
 
 from xform._compat import no_compilation_cache, weakref_lru_cache
 from xform._fuse._error import FusionError
@@ -49,10 +49,11 @@ def verify(region: Region) -> None:
 
 
 def _compiled(region: Region) -> Module:
-    args = [jax.ShapeDtypeStruct(region.shape(v), v.aval.dtype) for v in region.body.invars]
+    here = SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
+    struct = lambda v: jax.ShapeDtypeStruct(region.shape(v), v.aval.dtype, sharding=here)
     run = jax.jit(lambda *args: row_blocks.run(region, *args))
     with use_abstract_mesh(AbstractMesh((), ())), no_compilation_cache():
-        return parse(run.trace(*args).lower(lowering_platforms=("cpu",)).compile().as_text())
+        return parse(run.lower(*map(struct, region.body.invars)).compile().as_text())
 
 
 def _body(module: Module, loop: Instruction) -> Computation:

@@ -66,7 +66,7 @@ def _in_blocks(blocks: Blocks, args: Sequence) -> tuple[list, list]:
 
     first = [jnp.zeros(region.shape(v), v.aval.dtype) for v in region.results]
     first += [total.zeros() for total in totals]
-    made = lax.fori_loop(0, blocks.count, step, first)
+    made = lax.fori_loop(jnp.int32(0), jnp.int32(blocks.count), step, first)
     return made[:n], made[n:]
 
 

@@ -109,7 +109,9 @@ def misfits(region: Region) -> list[str]:
             )
     for eqn in region.body.eqns:
         if eqn.primitive.name in _CUTS and not _cuts_rows(inner, region, eqn):
-            wrong.append(f"`{eqn.primitive.name}` to {told(eqn.outvars[0])}, not of whole rows")
+            wrong.append(
+                f"`{eqn.primitive.name}` to {told(eqn.outvars[0])}, not of short whole rows"
+            )
     other = {str(v.aval.dtype) for v in region.summed if v.aval.dtype not in _SUMMED}
     wrong += [f"a sum over rows of {dtype}" for dtype in sorted(other)]
     wrong += [f"{told(v)}, of 2**31 elements or more" for v in ends if v.aval.size >= 1 << 31]
@@ -204,9 +206,11 @@ def _last(inner: Sequence[int], region: Region, v: Var) -> bool:
 
 
 def _cuts_rows(inner: Sequence[int], region: Region, eqn: JaxprEqn) -> bool:
-    """Whether each value has one line of a row at most, or the operation is of numbers of none."""
+    """Whether each value has one line of a row at most, which registers hold."""
     values = [v for v in [*eqn.invars, *eqn.outvars] if isinstance(v, Var)]
-    return all(sum(k in inner for k in region.lines_of(v)) <= 1 for v in values)
+    lines = [[k for k in region.lines_of(v) if k in inner] for v in values]
+    short = all(region.sizes[k] <= THREADS * _HELD for found in lines for k in found)
+    return short and all(len(found) <= 1 for found in lines)
 
 
 def _starts(inner: Sequence[int], region: Region, eqn: JaxprEqn) -> Iterator[int]:

@@ -316,3 +316,9 @@ _RULES: dict[str, Callable] = {
     "pad": _pad,
 }
 """Of the operations that are more than elementwise."""
+
+
+def unknown(region: Region) -> list[str]:
+    """The operations of a region that kernels have no form of."""
+    names = {eqn.primitive.name for eqn in region.body.eqns} - set(OPS) - set(_RULES)
+    return [f"`{name}`" for name in sorted(names)]

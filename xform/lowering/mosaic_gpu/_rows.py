@@ -28,7 +28,14 @@ from xform.lowering.mosaic_gpu import _plgpu as plgpu
 from xform.lowering.mosaic_gpu._row_geometry import Geometry, Place, geometry_of, misfits
 from xform.lowering.mosaic_gpu._row_memory import Hardware, Spot, Twin
 from xform.lowering.mosaic_gpu._row_passes import passes, without
-from xform.lowering.mosaic_gpu._row_values import COMBINE, Tile, neutral, partial_of, reduced
+from xform.lowering.mosaic_gpu._row_values import (
+    COMBINE,
+    Tile,
+    neutral,
+    partial_of,
+    reduced,
+    unknown,
+)
 from xform.lowering.row_blocks import Blocks, of_nothing
 
 # Blocks that keep sums: four of each of an H200's multiprocessors.
@@ -41,7 +48,7 @@ def run(region: Region, *args, split: Split = WHOLE, interpret=None) -> list:
     Raises:
       NotImplementedError: the kernel can't take it; with all reasons.
     """
-    if wrong := misfits(region):
+    if wrong := [*unknown(region), *misfits(region)]:
         raise NotImplementedError(
             f"`fuse` has no GPU kernel for {'; '.join(wrong)}. Leave it outside of `fuse` there."
         )
@@ -140,7 +147,7 @@ class _Kernel:
             lax.add(a, b)
             for a, b in zip(so_far, self._row(ins, outs, block + i * self.blocks), strict=True)
         ]
-        totals = lax.fori_loop(0, turns, step, self._nothing())
+        totals = lax.fori_loop(jnp.int32(0), turns, step, self._nothing())
         for start, shape, total in zip(self.sum_starts, self.sum_shapes, totals, strict=True):
             self._leave(sums[0], start, math.prod(shape), block, total)
 
@@ -216,8 +223,9 @@ class _Kernel:
         if not isinstance(value, tuple):
             return value.astype(wide_of(value.dtype))
         if self.sum_shapes[i] and math.prod(self.sum_shapes[i]) > 1:
-            (part,) = value
-            return tile.tile(part).astype(wide_of(v.aval.dtype))
+            if len(value) > 1:
+                raise NotImplementedError("`fuse` has no GPU kernel for a sum of joined rows.")
+            return tile.tile(value[0]).astype(wide_of(v.aval.dtype))
         return sum(reduced("reduce_sum", partial_of("reduce_sum", tile, part)) for part in value)
 
     def _numbers(self, ins: Sequence, number) -> dict[Var, Any]:
@@ -236,7 +244,12 @@ class _Kernel:
                     for old, eqn in zip(so_far, eqns, strict=True)
                 ]
 
-            found = lax.fori_loop(0, self.geometry.chunks, step, [self._neutral(e) for e in eqns])
+            found = lax.fori_loop(
+                jnp.int32(0),
+                jnp.int32(self.geometry.chunks),
+                step,
+                [self._neutral(e) for e in eqns],
+            )
             for eqn, x in zip(eqns, found, strict=True):
                 (out,) = eqn.outvars
                 numbers[out] = reduced(eqn.primitive.name, x).astype(out.aval.dtype)
