@@ -75,7 +75,7 @@ def _on_devices(run: Callable, region: Region) -> Callable:
         body = partial(run.func, local, split=split)
         return mesh, body, [place(x) for x in results], tuple(place(x) for x in operands)
 
-    operation = custom_partitioning(run)
+    operation = custom_partitioning(lambda *args: run(*args))
     operation.def_partition(partition, sharding_rule=_sharding_rule(operands, results, region))
     return operation
 
