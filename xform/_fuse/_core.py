@@ -13,21 +13,28 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.core import ShapedArray
+from jax.sharding import AbstractMesh, use_abstract_mesh
 
 from xform._compat import Jaxpr, JaxprEqn, weakref_lru_cache
+from xform._fuse._error import refusal
 from xform._remat._jaxprs import flatten, retrace
 from xform.jaxpr._interpret import called, evaluate
 from xform.jaxpr._walk import at_line
 from xform.lowering._dropout import threefry
 
 _WORD = 32
+_PLACED = frozenset(("sharding", "out_sharding"))
+"""Parameters that say where a result lies."""
 
 
 @weakref_lru_cache
 def core(jaxpr: Jaxpr) -> Jaxpr:
     """Returns the program of one without constants, whose keys are given as their data."""
+    if moves := [eqn for eqn in jaxpr.eqns if _moves(eqn)]:
+        raise refusal(jaxpr, [(eqn, "it moves an array between devices") for eqn in moves])
     types = [ShapedArray(x.aval.shape, x.aval.dtype) for x in jaxpr.invars]
-    program = retrace(lambda *args: evaluate(jaxpr, (), args, _apply), types)
+    with use_abstract_mesh(AbstractMesh((), ())):
+        program = retrace(lambda *args: evaluate(jaxpr, (), args, _apply), types)
     flat, consts = flatten(program)
     return flat.with_consts(consts) if consts else flat
 
@@ -39,7 +46,7 @@ def _apply(eqn: JaxprEqn, *args) -> list:
     if (body := called(eqn)) is not None:
         return evaluate(body, body.consts, args, _apply)
     with at_line(eqn):
-        outs = eqn.primitive.bind(*args, **eqn.params)
+        outs = eqn.primitive.bind(*args, **eqn.params | dict.fromkeys(_PLACED & eqn.params.keys()))
     return list(outs) if eqn.primitive.multiple_results else [outs]
 
 
@@ -49,11 +56,12 @@ def _as_it_is(eqn: JaxprEqn, x):
     return x
 
 
-def _reshard(eqn: JaxprEqn, x):
-    """What only says on which mesh an array is; one that moves it stays, to be refused."""
+def _moves(eqn: JaxprEqn) -> bool:
+    """Whether an equation does more than say on which mesh an array is."""
+    if eqn.primitive.name != "reshard":
+        return False
     (old,), (new,) = eqn.invars, eqn.outvars
-    spec = lambda v: tuple(v.aval.sharding.spec)
-    return x if spec(old) == spec(new) else eqn.primitive.bind(x, **eqn.params)
+    return tuple(old.aval.sharding.spec) != tuple(new.aval.sharding.spec)
 
 
 def _random_bits(eqn: JaxprEqn, key):
@@ -85,7 +93,6 @@ def _strides(shape: tuple[int, ...]) -> list[int]:
 
 
 _RULES = {
-    **dict.fromkeys(("random_wrap", "random_unwrap", "pcast", "pvary"), _as_it_is),
+    **dict.fromkeys(("random_wrap", "random_unwrap", "pcast", "pvary", "reshard"), _as_it_is),
     "random_bits": _random_bits,
-    "reshard": _reshard,
 }

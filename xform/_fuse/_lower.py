@@ -17,7 +17,7 @@ from itertools import count
 from jax.core import ShapedArray
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.interpreters import mlir
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec, use_abstract_mesh
 
 from xform._compat import Primitive, lower_with_devices
 from xform._fuse._error import FusionError
@@ -72,7 +72,12 @@ def _on_devices(run: Callable, region: Region) -> Callable:
         local = replace(region, sizes=_local(region, axes, mesh))
         place = lambda lines: NamedSharding(mesh, _spec(lines, axes))
         split = Split({k: a for k, a in axes.items() if a})
-        body = partial(run.func, local, split=split)
+
+        def body(*args):
+            # Here arrays are a device's own, and types of explicit axes say nothing of them.
+            with use_abstract_mesh(AbstractMesh((), ())):
+                return run.func(local, *args, split=split)
+
         return mesh, body, [place(x) for x in results], tuple(place(x) for x in operands)
 
     operation = custom_partitioning(lambda *args: run(*args))
