@@ -10,7 +10,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from tests._fuse.subjects import layer_norm, normal, rms_norm, softmax
-from xform import FusionError, fuse, fuse_rule
+from xform import FusionError, fuse, fuse_rule, precision
 from xform._compat import Primitive
 from xform._fuse._region import region_of
 from xform.jaxpr import trace, walk
@@ -67,19 +67,15 @@ def test_rows_follow_from_the_program(f, shapes, rows):
     assert_close(jax.jit(fuse(f))(*args), f(*args))
 
 
-@pytest.mark.parametrize("rows", [0, 1, 2, 7, 133])
-@pytest.mark.parametrize("width", [1, 33])
+@pytest.mark.parametrize(("rows", "width"), [(0, 33), (1, 33), (7, 1), (133, 33)])
 @pytest.mark.usefixtures("small")
 def test_any_number_of_rows_and_any_width(rows, width):
     x, w, b = normal(0, (rows, width)), normal(1, width), normal(2, width)
-    loss = lambda f, *args: (f(*args) ** 2).sum()
-    for f in (fuse(layer_norm), layer_norm):
-        found = jax.jit(jax.value_and_grad(partial(loss, f), (0, 1, 2)))(x, w, b)
-        wanted = jax.jit(jax.value_and_grad(partial(loss, layer_norm), (0, 1, 2)))(x, w, b)
-        assert_close(found, wanted)
+    both = lambda f: jax.value_and_grad(lambda *args: (f(*args) ** 2).sum(), (0, 1, 2))
+    assert_close(jax.jit(both(fuse(layer_norm)))(x, w, b), jax.jit(both(layer_norm))(x, w, b))
 
 
-@pytest.mark.parametrize("width", [7168, 65_537])
+@pytest.mark.parametrize("width", [7168, pytest.param(65_537, marks=pytest.mark.slow)])
 def test_long_rows(width):
     x = normal(0, (3, width))
     assert_close(fuse(softmax)(x), softmax(x))
@@ -225,6 +221,12 @@ def test_scan_checkpoint_and_unused_results():
 
     found = jax.jit(jax.grad(partial(loss, fuse(rms_norm)), (0, 1)))(x, w)
     assert_close(found, jax.jit(jax.grad(partial(loss, rms_norm), (0, 1)))(x, w))
+
+
+def test_a_policy_of_precision_keeps_kernels():
+    f = precision(lambda x, w: fuse(norm)(x @ jnp.eye(4), w), "bf16")
+    (region,) = kernels(f, normal(0, (3, 4)), normal(1, 4))
+    assert region.body.invars[0].aval.dtype == jnp.bfloat16
 
 
 def test_shard_map_runs_on_each_devices_rows():

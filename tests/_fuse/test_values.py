@@ -9,7 +9,7 @@ from tests.oracle import assert_as_right_as, in_float64
 from xform import fuse
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32], ids=["bfloat16", "float32"])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, pytest.param(jnp.float32, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", SUBJECTS)
 def test_subject_is_as_right_as_a_plain_program(name, dtype):
     f, arguments, argnums = SUBJECTS[name]

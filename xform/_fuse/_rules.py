@@ -65,8 +65,7 @@ def _one_by_one(relations: Relations, eqn: JaxprEqn) -> None:
 
 @fuse_rule("broadcast_in_dim")
 def _broadcast(relations: Relations, eqn: JaxprEqn) -> None:
-    dims = map(int, eqn.params["broadcast_dimensions"])
-    relations.each(enumerate(dims), eqn.invars[0], eqn.outvars[0])
+    relations.each(enumerate(_dims(eqn, "broadcast_dimensions")), eqn.invars[0], eqn.outvars[0])
 
 
 @fuse_rule("iota")
@@ -76,25 +75,30 @@ def _made_of_nothing(relations: Relations, eqn: JaxprEqn) -> None:
 
 @fuse_rule("squeeze")
 def _squeeze(relations: Relations, eqn: JaxprEqn) -> None:
-    _without(relations, eqn, eqn.params["dimensions"])
+    _without(relations, eqn, _dims(eqn, "dimensions"))
 
 
 @fuse_rule("transpose")
 def _transpose(relations: Relations, eqn: JaxprEqn) -> None:
-    pairs = ((i, j) for j, i in enumerate(eqn.params["permutation"]))
+    pairs = ((i, j) for j, i in enumerate(_dims(eqn, "permutation")))
     relations.each(pairs, eqn.invars[0], eqn.outvars[0])
 
 
 @fuse_rule("reduce_sum")
 def _sum(relations: Relations, eqn: JaxprEqn) -> None:
-    _without(relations, eqn, eqn.params["axes"])
-    relations.summed(eqn, tuple(eqn.params["axes"]))
+    _without(relations, eqn, _dims(eqn, "axes"))
+    relations.summed(eqn, _dims(eqn, "axes"))
 
 
 @fuse_rule("reduce_max", "reduce_min", "reduce_and", "reduce_or")
 def _reduction(relations: Relations, eqn: JaxprEqn) -> None:
-    _without(relations, eqn, eqn.params["axes"])
-    relations.in_one_piece(eqn.invars[0], eqn.params["axes"])
+    _without(relations, eqn, _dims(eqn, "axes"))
+    relations.in_one_piece(eqn.invars[0], _dims(eqn, "axes"))
+
+
+def _dims(eqn: JaxprEqn, name: str) -> tuple[int, ...]:
+    """Dims that a parameter lists; batching leaves numpy's numbers there."""
+    return tuple(map(int, eqn.params[name]))
 
 
 def _without(relations: Relations, eqn: JaxprEqn, gone: tuple[int, ...]) -> None:
