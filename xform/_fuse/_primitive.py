@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 
 import jax
+import jax.numpy as jnp
 from jax.interpreters import ad, batching, partial_eval
 
 from xform._compat import (
@@ -38,20 +39,35 @@ fused_p.multiple_results = True
 
 
 def fused(jaxpr: Jaxpr, *args) -> list:
-    """Runs a program as one kernel, which writes each value once and copies none.
+    """Runs a program as one kernel, which reads what it needs, writes each value once, copies none.
 
     Raises:
       FusionError: it is none.
     """
     program, consts = flatten(jaxpr)
-    args = [*consts, *args]
-    given = dict(zip(program.invars, args, strict=True))
-    made = {v: None for v in program.outvars if isinstance(v, Var) and v not in given}
-    if made:
-        kernel = intern(build(program.invars, list(made), program.eqns))
-        region_of(kernel)
-        given.update(zip(made, fused_p.bind(*args, call_jaxpr=kernel), strict=True))
-    return [x.val if isinstance(x, Literal) else given[x] for x in program.outvars]
+    known = dict(zip(program.invars, [*consts, *args], strict=True))
+    outs = (v for v in program.outvars if isinstance(v, Var) and v not in known)
+    if outs := list(dict.fromkeys(outs)):
+        kernel, needed = _of(program, outs)
+        read = [x for x, n in zip(known.values(), needed, strict=True) if n]
+        known.update(zip(outs, fused_p.bind(*read, call_jaxpr=kernel), strict=True))
+    number = lambda x: jnp.asarray(x.val, x.aval.dtype)
+    return [number(x) if isinstance(x, Literal) else known[x] for x in program.outvars]
+
+
+def _of(program: Jaxpr, outs: Sequence[Var]) -> tuple[Jaxpr, list[bool]]:
+    """The kernel of some values of a program, and which inputs it reads.
+
+    Raises:
+      FusionError: it is none.
+    """
+    eqns = live(program.eqns, outs)
+    reads = {v for eqn in eqns for v in eqn.invars if isinstance(v, Var)}.union(outs)
+    needed = [v in reads for v in program.invars]
+    inputs = [v for v, n in zip(program.invars, needed, strict=True) if n]
+    kernel = intern(build(inputs, outs, eqns))
+    region_of(kernel)
+    return kernel, needed
 
 
 def _type(*avals, call_jaxpr: Jaxpr):
@@ -150,18 +166,12 @@ def _without_dead(used: list[bool], eqn: JaxprEqn):
         return [False] * len(eqn.invars), None
     if all(used):
         return [True] * len(eqn.invars), eqn
-    outs = [v for v, u in zip(program.outvars, used, strict=True) if u]
-    eqns = live(program.eqns, outs)
-    reads = {v for e in eqns for v in e.invars if isinstance(v, Var)}
-    needed = [v in reads or v in outs for v in program.invars]
-    inputs = [v for v, n in zip(program.invars, needed, strict=True) if n]
-    smaller = intern(build(inputs, outs, eqns))
-    region_of(smaller)
+    kernel, needed = _of(program, [v for v, u in zip(program.outvars, used, strict=True) if u])
     new = eqn.replace(
         invars=[x for x, n in zip(eqn.invars, needed, strict=True) if n],
         outvars=[v for v, u in zip(eqn.outvars, used, strict=True) if u],
-        params=dict(call_jaxpr=smaller),
-        effects=smaller.effects,
+        params=dict(call_jaxpr=kernel),
+        effects=kernel.effects,
     )
     return needed, new
 
