@@ -82,7 +82,7 @@ def test_without_a_kernel_it_raises_by_name():
     with pytest.raises(NotImplementedError, match="arrays of int8"):
         lower_for("H200", fuse(lambda x: x + x), x.astype(jnp.int8))
     grad = jax.grad(lambda w, x: fuse(layer_norm)(x, w, w).sum())
-    with pytest.raises(NotImplementedError, match="a sum of rows of 32,768"):
+    with pytest.raises(NotImplementedError, match="a sum over rows of 32,768"):
         lower_for("H200", grad, jnp.ones(32_768), jnp.ones((2, 32_768)))
 
 

@@ -99,14 +99,11 @@ def misfits(region: Region) -> list[str]:
     ]
     dtypes = {str(v.aval.dtype) for v in ends} - set(_DTYPES)
     wrong += [f"arrays of {dtype}; it takes {', '.join(_DTYPES)}" for dtype in sorted(dtypes)]
-    for s, v in zip(region.sums, region.summed, strict=True):
-        kept = {k for i, k in enumerate(region.lines_of(v)) if i not in s.axes and k is not None}
-        if kept - set(inner):
+    for i, v in enumerate(region.summed):
+        if any(k is not None and k not in inner for k in region.kept(i)):
             wrong.append(f"a sum over rows of {told(v)} whose result has rows")
-        elif kept and _length(inner, region, v) > THREADS * _HELD:
-            wrong.append(
-                f"a sum of rows of {_length(inner, region, v):,}, more than registers hold"
-            )
+        elif (n := _length(inner, region, v)) > THREADS * _HELD:
+            wrong.append(f"a sum over rows of {n:,}, more than registers hold")
     for eqn in region.body.eqns:
         if eqn.primitive.name in _CUTS and not _cuts_rows(inner, region, eqn):
             wrong.append(

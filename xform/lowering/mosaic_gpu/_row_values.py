@@ -154,6 +154,10 @@ class Tile:
             tiles = [self.tile(x[i]) if isinstance(x, tuple) else x for x in split]
             held = self.geometry.held(n)
             tiles = [jnp.broadcast_to(x, (held,)) if jnp.ndim(x) == 0 else x for x in tiles]
+            if any(x.shape != (held,) for x in tiles):
+                raise NotImplementedError(
+                    "`fuse` by its GPU kernel: numbers of short rows meet parts of these rows."
+                )
             found.append(Part(n, f(*tiles)))
         return tuple(found)
 
