@@ -101,7 +101,8 @@ for name in {list(names)!r}:
         text = compile_for("H200", g, *args).as_text()
         entry = text[text.index("ENTRY"):]
         fusions = [line for line in entry.splitlines() if " fusion(" in line]
-        print("found:", name, "|", entry.count("mosaic_gpu"), "|", len(fusions))
+        kernels = entry.count('custom_call_target="mosaic_gpu')
+        print("found:", name, "|", kernels, "|", len(fusions))
 """
     dump = {"MOSAIC_GPU_DUMP_TO": str(tmp_path), "MOSAIC_GPU_DUMP_PTXAS": "1"}
     environment = {**os.environ, **dump, "JAX_ENABLE_COMPILATION_CACHE": "false", "PYTHONPATH": "."}
