@@ -29,6 +29,9 @@ if TYPE_CHECKING:
     from xform._explain import Report as Report
     from xform._explain import explain as explain
     from xform._explain import no_host_gap as no_host_gap
+    from xform._fuse import FusionError as FusionError
+    from xform._fuse import fuse as fuse
+    from xform._fuse import fuse_rule as fuse_rule
     from xform._memory import Memory as Memory
     from xform._memory import memory as memory
     from xform._precision import FORMATS as FORMATS
@@ -64,6 +67,7 @@ _MODULES, __getattr__, __dir__ = later(
         "_costs": ("Cost", "Costs"),
         "_devices": ("Device", "device"),
         "_explain": ("Report", "explain", "no_host_gap"),
+        "_fuse": ("FusionError", "fuse", "fuse_rule"),
         "_memory": ("Memory", "memory"),
         "_precision": (
             *("FORMATS", "POLICIES", "LossScale", "Policy", "Products", "all_finite", "native"),

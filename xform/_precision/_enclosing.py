@@ -1,4 +1,4 @@
-"""Builds scans, branches, remat and `shard_map` again around bodies in a policy's dtypes."""
+"""Builds scans, branches, remat, kernels and `shard_map` anew, bodies in a policy's dtypes."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from xform._compat import Jaxpr, JaxprEqn
+from xform._fuse._primitive import fused as fuse_program
 from xform._precision._caster import Caster
 from xform._precision._held import Held, join, slots
 from xform.jaxpr._walk import source_line
@@ -45,6 +46,13 @@ def remat(caster: Caster, eqn: JaxprEqn, held: Sequence[Held], state: Sequence) 
         kept = dict(prevent_cse=params["prevent_cse"], policy=params["policy"])
         outs = jax.checkpoint(run, **kept)(*(h.array for h in held))
     return list(map(Held, outs, found))
+
+
+def fused(caster: Caster, eqn: JaxprEqn, held: Sequence[Held], state: Sequence) -> list[Held]:
+    """One kernel still, of the program in other dtypes."""
+    run, found = _closed(caster, eqn.params["call_jaxpr"], [h.kind for h in held], state)
+    arrays = [jnp.asarray(h.array) for h in held]
+    return list(map(Held, fuse_program(jax.make_jaxpr(run)(*arrays), *arrays), found))
 
 
 def scan(caster: Caster, eqn: JaxprEqn, held: Sequence[Held], state: Sequence) -> list[Held]:

@@ -28,7 +28,7 @@ def precision(f: Callable, policy: Policy | str) -> Any:
     such as the scores of a router, of which a rounded one is another choice.
 
     A value in `compute` that has several readers is rounded once for all of them (see
-    `xform.numerics.single`). Scans, branches, remat and `shard_map` stay what they are; the
+    `xform.numerics.single`). Scans, branches, remat, `fuse` and `shard_map` stay what they are; the
     derivative rules of `custom_jvp` and `custom_vjp` are kept, with their products in `compute` and
     all else in float32; `flex_attention` and `linear_cross_entropy` become those of the narrow
     dtype. Apply it to a loss, and differentiate the result: of a gradient that is already taken,
@@ -112,6 +112,7 @@ _RULES: Mapping[str, Rule] = {
     "linear_cross_entropy": Caster.cross_entropy,
     "call_hi_primitive": _enclosing.hijax,
     "remat2": _enclosing.remat,
+    "fused": _enclosing.fused,
     "scan": _enclosing.scan,
     "while": _enclosing.while_,
     "cond": _enclosing.cond,

@@ -8,7 +8,7 @@ function: its transpose is the backward half, its derivative that of what it com
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -78,14 +78,29 @@ def halves_of(jaxpr: Jaxpr, active: tuple[bool, ...], plan: Plan) -> Halves:
 def _region_jvp(primals, tangents, *, call_jaxpr: Jaxpr, plan: Plan):
     active = tuple(not isinstance(t, ad.Zero) for t in tangents)
     halves = halves_of(call_jaxpr, active, plan)
-    n = len(call_jaxpr.outvars)
-    made = evaluate(halves.forward, *primals)
+    return differentiated(halves, halves, evaluate, primals, tangents)
+
+
+def differentiated(
+    halves: Halves, linear: Linear, run: Callable[..., list], primals: Sequence, tangents: Sequence
+) -> tuple[list, list]:
+    """The results of a program and their tangents, given its halves.
+
+    Args:
+      halves: for the inputs that have tangents.
+      linear: the linear map of what they save and tangents, as `linear_p` is to know it.
+      run: `run(program, *args)` runs the forward half.
+      primals: the inputs.
+      tangents: theirs.
+    """
+    made = run(halves.forward, *primals)
+    n = len(halves.joint.outputs)
     outs, rest = made[:n], iter(made[n:])
     given = dict(zip(halves.joint.inputs, primals, strict=True))
     saved = [given[v] if v in given else next(rest) for v in halves.saved]
     varying = halves.joint.varying
-    moving = [t for t, a in zip(tangents, active, strict=True) if a]
-    found = iter(linear_p.bind(*saved, *moving, linear=halves) if any(varying) else ())
+    moving = [t for t, a in zip(tangents, halves.joint.active, strict=True) if a]
+    found = iter(linear_p.bind(*saved, *moving, linear=linear) if any(varying) else ())
     zero = lambda x: ad.Zero(jax.typeof(x).to_tangent_aval())
     return outs, [next(found) if v else zero(x) for v, x in zip(varying, outs, strict=True)]
 

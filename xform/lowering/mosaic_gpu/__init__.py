@@ -2,7 +2,9 @@
 
 Read `_program` first (what of a mod runs inside), then `_forward` (the schedule), `_twins` (how the
 interpreter runs it), `_attend` (what a call becomes); then `_backward` and `_gradient`. Of cross
-entropy: `_product`, `_logits` (how its tiles end), `_loss` (what a call becomes).
+entropy: `_product`, `_logits` (how its tiles end), `_loss` (what a call becomes). Of `fuse`:
+`_row_geometry` (which rows a warpgroup has), `_row_memory`, `_row_values` (what operations do),
+`_row_passes`, `_rows`.
 """
 
 from xform.lowering.mosaic_gpu._attend import attend as attend

@@ -28,6 +28,7 @@ load, layout_cast, broadcasted_iota, set_max_registers = (
 inline_mgpu, RefType, ShapeDtypeStruct = plgpu.inline_mgpu, plgpu.RefType, plgpu.ShapeDtypeStruct
 ds, when, loop, run_scoped = pl.ds, pl.when, pl.loop, pl.run_scoped
 FragmentedArray, FragmentedLayout = mgpu.FragmentedArray, mgpu.WGMMA_LAYOUT
+StridedLayout = mgpu.WGStridedFragLayout
 memref_ptr, thread_idx = mgpu.utils.memref_ptr, mgpu.utils.thread_idx
 
 

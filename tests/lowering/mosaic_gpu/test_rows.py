@@ -1,0 +1,147 @@
+"""The kernels of `fuse` without a GPU: in the interpreter, and compiled for one."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from tests._fuse import subjects
+from tests._fuse.subjects import SUBJECTS, layer_norm, with_gradients
+from tests.oracle import assert_as_right_as, in_float64
+from xform import fuse
+from xform._compat import found_races
+from xform._fuse._region import region_of
+from xform._hlo import lower_for
+from xform.jaxpr import interpret, trace
+from xform.lowering.mosaic_gpu import _plgpu as plgpu
+from xform.lowering.mosaic_gpu import _rows
+
+ROOT = Path(__file__).parents[3]
+
+
+def by_kernels(f, *args):
+    """Runs a function, its fused regions by kernels in the interpreter, which looks for races."""
+    interpreter = plgpu.InterpretGPUParams(detect_races=True)
+    kernel = lambda *xs, call_jaxpr: _rows.run(region_of(call_jaxpr), *xs, interpret=interpreter)
+    run = interpret(trace(f, *args), {"fused": kernel}, default=_as_it_is)
+    outs = run(*jax.tree.leaves(args))
+    assert not found_races()
+    return jax.tree.unflatten(jax.tree.structure(jax.eval_shape(f, *args)), outs)
+
+
+def _as_it_is(eqn, *args):
+    return eqn.primitive.bind(*args, **eqn.params)
+
+
+def check(name, width, dtype, monkeypatch, rows=5):
+    monkeypatch.setattr(subjects, "N", rows)
+    f, arguments, argnums = SUBJECTS[name]
+    args = arguments(width, dtype)
+    found = by_kernels(with_gradients(fuse(f), argnums), *args)
+    judge = jax.jit(with_gradients(f, argnums))(*args)
+    assert_as_right_as(found, judge, in_float64(with_gradients(f, argnums), *args))
+
+
+@pytest.mark.parametrize("name", ["residual + RMSNorm", "rotary embedding"])
+def test_subject_is_as_right_as_a_plain_program(name, monkeypatch):
+    check(name, 257, jnp.bfloat16, monkeypatch)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32], ids=["bfloat16", "float32"])
+@pytest.mark.parametrize("width", [257, 512])
+@pytest.mark.parametrize("name", SUBJECTS)
+def test_every_subject_is_as_right_as_a_plain_program(name, width, dtype, monkeypatch):
+    check(name, width, dtype, monkeypatch)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("width", [12_288, 65_537])
+@pytest.mark.parametrize("name", ["softmax", "row cross-entropy"])
+def test_rows_that_registers_do_not_hold(name, width, monkeypatch):
+    check(name, width, jnp.bfloat16, monkeypatch, rows=3)
+
+
+def test_more_rows_than_blocks_keep_sums(monkeypatch):
+    monkeypatch.setattr(_rows, "_BLOCKS", 2)
+    check("layer norm", 128, jnp.float32, monkeypatch)
+
+
+def test_without_a_kernel_it_raises_by_name():
+    x = jnp.ones((8, 16))
+    over_columns = lambda x: x / x.sum(0, keepdims=True)
+    with pytest.raises(
+        NotImplementedError, match=r"float32\[8,16\], whose rows are not side by side"
+    ):
+        lower_for("H200", fuse(over_columns), x)
+    with pytest.raises(NotImplementedError, match="arrays of int8"):
+        lower_for("H200", fuse(lambda x: x + x), x.astype(jnp.int8))
+    grad = jax.grad(lambda w, x: fuse(layer_norm)(x, w, w).sum())
+    with pytest.raises(NotImplementedError, match="a sum over rows of 32,768"):
+        lower_for("H200", grad, jnp.ones(32_768), jnp.ones((2, 32_768)))
+
+
+def compiled(names, width, tmp_path) -> dict[str, tuple]:
+    """Of each subject, the kernels of forward pass and gradients, and what the compiler reports."""
+    program = f"""
+import jax, jax.numpy as jnp
+jax.config.update("jax_platforms", "cpu")
+from tests._fuse.subjects import SUBJECTS, with_gradients
+from xform import fuse
+from xform._hlo import compile_for, read
+for name in {list(names)!r}:
+    f, arguments, argnums = SUBJECTS[name]
+    args = arguments({width}, jnp.bfloat16)
+    for g in (fuse(f), with_gradients(fuse(f), argnums)):
+        text = compile_for("H200", g, *args).as_text()
+        entry = text[text.index("ENTRY"):]
+        fusions = [line for line in entry.splitlines() if " fusion(" in line]
+        kernels = entry.count('custom_call_target="mosaic_gpu')
+        print("found:", name, "|", kernels, "|", len(fusions))
+"""
+    dump = {"MOSAIC_GPU_DUMP_TO": str(tmp_path), "MOSAIC_GPU_DUMP_PTXAS": "1"}
+    environment = {**os.environ, **dump, "JAX_ENABLE_COMPILATION_CACHE": "false", "PYTHONPATH": "."}
+    command = [sys.executable, "-c", program]
+    printed = subprocess.check_output(command, cwd=ROOT, env=environment, text=True)
+    found: dict[str, tuple] = {}
+    for name, kernels, fusions in re.findall(r"found: (.*) \| (\d+) \| (\d+)", printed):
+        found[name] = (*found.get(name, ()), int(kernels), int(fusions))
+    return found
+
+
+SUMS = {"residual + RMSNorm": 1, "layer norm": 1}
+"""Where weights have gradients: one reduction finishes them."""
+
+
+def check_compiled(names, width, tmp_path):
+    found = compiled(names, width, tmp_path)
+    # One forward, one forward and one backward, and what finishes sums.
+    assert found == {name: (1, 0, 2, SUMS.get(name, 0)) for name in names}
+    reports = [f.read_text() for f in tmp_path.glob("*.ptxas")]
+    spills = [int(n) for r in reports for n in re.findall(r"(\d+) bytes spill stores", r)]
+    assert len(spills) == 3 * len(names)
+    assert max(spills) == 0
+    if width % 1024 == 0:
+        code = "".join(f.read_text() for f in tmp_path.glob("*.ptx"))
+        assert "ld.global.v4.b32" in code
+        assert "st.global.v4.b32" in code
+
+
+def test_compiles_for_an_h200(tmp_path):
+    check_compiled(["residual + RMSNorm"], 4096, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("width", [257, 4096, 7168])
+def test_every_subject_compiles_for_an_h200(width, tmp_path):
+    check_compiled(list(SUBJECTS), width, tmp_path)
+
+
+@pytest.mark.slow
+def test_long_rows_compile_for_an_h200(tmp_path):
+    check_compiled(["softmax", "row cross-entropy"], 65_537, tmp_path)
