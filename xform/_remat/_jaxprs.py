@@ -34,7 +34,7 @@ def build(inputs: Sequence[Var], outputs: Sequence[Atom], eqns: Sequence[JaxprEq
     return Jaxpr((), list(inputs), list(outputs), list(eqns), effects, _NAMELESS)
 
 
-def call(jaxpr: Jaxpr, inputs: Sequence[Atom], outputs: Sequence[Var]) -> JaxprEqn:
+def call(jaxpr: Jaxpr, inputs: Sequence[Atom], outputs: Sequence) -> JaxprEqn:
     """Returns an equation that stands for a program until `flatten` takes it apart."""
     params = dict(call_jaxpr=jaxpr)
     return new_jaxpr_eqn(list(inputs), list(outputs), _call_p, params, jaxpr.effects)

@@ -24,7 +24,7 @@ def is_row(jaxpr: Jaxpr) -> bool:
 def linearize_row(jaxpr: Jaxpr, active: tuple[bool, ...]) -> Joint:
     """Returns the joint graph of a row of regions, for these inputs' tangents."""
     inputs = (v for v, is_active in zip(jaxpr.invars, active, strict=True) if is_active)
-    moves = {v: Var(v.aval.to_tangent_aval()) for v in inputs}
+    moves: dict[Atom, Var] = {v: Var(v.aval.to_tangent_aval()) for v in inputs}
     tangents = list(moves.values())
     first: list[JaxprEqn] = []
     linear: list[JaxprEqn] = []
