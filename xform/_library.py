@@ -13,7 +13,7 @@ import math
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 from jax.core import ShapedArray
@@ -245,7 +245,7 @@ def _grow(
     least = _least(start)
     alike = start.ins[0].size if start.ins[0].size < least else None
 
-    def fits(node: Node | None) -> bool:
+    def fits(node: Node | None) -> TypeGuard[Node]:
         if node is None or node in group.members:
             return False
         if alike is not None:
