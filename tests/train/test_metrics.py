@@ -88,7 +88,9 @@ def test_a_file_that_can_not_be_written_keeps_its_contents(tmp_path):
 
 def test_tensorboard_has_the_same_numbers(tmp_path):
     pytest.importorskip("tensorboardX")
-    from tensorboardX.proto.event_pb2 import Event
+    from tensorboardX.proto import event_pb2
+
+    parse = event_pb2.Event.FromString  # pyright: ignore[reportAttributeAccessIssue]
 
     seconds = {"data": 0.25, "step": 0.5}
     with Metrics(tmp_path, PANELS, tensorboard=True) as metrics:
@@ -101,7 +103,7 @@ def test_tensorboard_has_the_same_numbers(tmp_path):
         data = path.read_bytes()
         while data:  # length, its check, the event, its check
             size = int.from_bytes(data[:8], "little")
-            event, data = Event.FromString(data[12 : 12 + size]), data[16 + size :]
+            event, data = parse(data[12 : 12 + size]), data[16 + size :]
             found += [(event.step, x.tag, x.simple_value) for x in event.summary.value]
             forgotten += [event.step] if event.session_log.status else []
     assert {(1, "loss", 1.0), (2, "loss", 0.5), (2, "loss", 0.25), (2, "rate", 7.0)} <= {*found}

@@ -27,7 +27,7 @@ def test_one_process_waits_for_nobody(tmp_path):
 
 
 def test_all_are_to_be_there():
-    with pytest.raises(RuntimeError, match=r"3 processes were asked for, and 1 are there: give"):
+    with pytest.raises(ValueError, match=r"3 processes were asked for, and 1 are there: give"):
         processes.meet(3)
 
 

@@ -55,10 +55,11 @@ def meet(processes: int) -> None:
     """Returns once it is known that all processes are there, and that all devices can add.
 
     Raises:
-      RuntimeError: There are more or fewer processes, or a sum over all devices is wrong.
+      ValueError: There are more or fewer processes.
+      RuntimeError: A sum over all devices is wrong.
     """
     if jax.process_count() != processes:
-        raise RuntimeError(
+        raise ValueError(
             f"{processes} processes were asked for, and {jax.process_count()} are there: give each "
             "the same `--processes` and `--coordinator`, and its own `--process`."
         )
