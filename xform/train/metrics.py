@@ -186,7 +186,10 @@ def _events(folder: Path, done: int) -> "SummaryWriter":
             "what TensorBoard reads is written by tensorboardX, which is not installed: add "
             "`--extra tensorboard`, or do without."
         ) from None
-    return SummaryWriter(str(folder), purge_step=done + 1 if done else None)
+    # By its own name, two files of one second would be one.
+    number = len(list(folder.glob("*")))
+    purge = done + 1 if done else None
+    return SummaryWriter(str(folder), purge_step=purge, filename_suffix=f".{number}")
 
 
 def _numbers(values: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
