@@ -93,9 +93,9 @@ def wait(name: str, *, seconds: float = 600.0) -> None:
     except jax.errors.JaxRuntimeError as error:
         if "DEADLINE_EXCEEDED" not in str(error):
             raise
-        missing = sorted(
-            set(map(int, re.findall(r"/task:(\d+)", str(error).partition("names")[2])))
-        )
+        # They follow the words "task names", one a line.
+        late = re.search(r"names:((?:\s+\d+$)+)", str(error), re.MULTILINE)
+        missing = sorted(map(int, late[1].split())) if late else []
         who = f"rank {', '.join(map(str, missing))}" if missing else "not all ranks"
         verb = "did not come" if missing else "came"
         raise TimeoutError(
