@@ -93,6 +93,23 @@ class Config:
     """How many of the newest checkpoints are kept."""
     keep_every: int | None = None
     """Those of steps that this divides are kept for ever, beside the newest."""
+    hang: float = 600.0
+    """Seconds without progress after which a process says where it hangs, and ends with code 75;
+    where it compiles or reads, ten times as many."""
+    max_skips: int = 8
+    """How many batches may be left out whose loss is no number or jumps, before the run ends."""
+    spike: float | None = 10.0
+    """A loss jumps that is above the median of those before by so many times their spread; `None`
+    for losses that are numbers, whatever they are."""
+    replay_every: int | None = None
+    """Steps from one to the next part of which two replicas compute, to be compared bit by bit; by
+    default, none is."""
+    slow: float = 3.0
+    """How many times the median of those before a step takes that is named as slow."""
+    tensorboard: bool = False
+    """Write what TensorBoard reads, too."""
+    profile: tuple[int, int] | None = None
+    """The first and the last step to record by JAX's profiler, to `profile` in the run's folder."""
     prompt: str = (
         "class Stack:\n    def push(self, item):\n        self.items.append(item)\n        self."
     )
@@ -117,6 +134,7 @@ FREE = (
         "held_out_rows",
     ),
     *("data", "held_out", "tokenizer"),
+    *("hang", "max_skips", "spike", "replay_every", "slow", "tensorboard", "profile"),
 )
 
 
@@ -156,11 +174,28 @@ def wrong_processes(config: Config) -> list[str]:
     return wrong
 
 
+def wrong_watching(config: Config) -> list[str]:
+    """Returns in words why a run could not be watched as it is asked for."""
+    wrong = []
+    for name, least in (("hang", 0), ("slow", 1), ("spike", 0)):
+        if (x := getattr(config, name)) is not None and not least < x < math.inf:
+            wrong.append(f"{name}={x} must be a number above {least}")
+    if config.max_skips < 0:
+        wrong.append(f"max_skips={config.max_skips} must be at least 0")
+    if config.profile and not 0 < config.profile[0] <= config.profile[1]:
+        wrong.append("profile={} to {} must be steps from 1, in order".format(*config.profile))
+    if config.replay_every and config.model.experts:
+        wrong.append("replay_every compares replicas, and losses of experts mix them: leave it out")
+    if config.replay_every and config.dp == 1:
+        wrong.append("replay_every compares replicas, and dp=1 is one: leave it out, or set dp")
+    return wrong
+
+
 def check(config: Config) -> None:
     """Raises one error that lists all that makes no sense by itself."""
     m, layout = config.model, config.layout
     names = ("steps", "batch", "length", "held_out_rows", "save_every", "dp", "tp")
-    names += ("pp", "cp", "ep", "microbatches", "keep", "keep_every")
+    names += ("pp", "cp", "ep", "microbatches", "keep", "keep_every", "replay_every")
     sizes = dataclasses.asdict(m).items()
     others = (*OF_EXPERTS, "rope_scaling")
     positive = {f"model.{name}": size for name, size in sizes if name not in others}
@@ -182,6 +217,7 @@ def check(config: Config) -> None:
         wrong.append("layout.keep and layout.late say how layout.fsdp gathers: set that too")
     wrong += wrong_experts(config)
     wrong += wrong_processes(config)
+    wrong += wrong_watching(config)
     if config.processes > 1 and config.explain:
         wrong.append("explain is of one process")
     if config.pp is None and (config.schedule, config.microbatches) != (None, None):
@@ -250,4 +286,6 @@ def known_of(saved: dict[str, Any]) -> Config:
     parts["model"] = llama.Config(**model)
     parts["layout"] = Layout(**known(Layout, saved.get("layout", {})))
     parts |= {name: tuple(saved.get(name, ())) for name in ("data", "held_out", "mixture")}
+    if parts.get("profile"):
+        parts["profile"] = tuple(parts["profile"])
     return Config(**parts)

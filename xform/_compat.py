@@ -13,8 +13,9 @@ import jax
 import numpy as np
 
 # 0.11, 0.12: whether it is in use is asked once a process, whatever the public option says later.
+# 0.11, 0.12: holds the client of the service that processes meet at, whose barrier has a limit.
 # 0.11, 0.12: has the only way to register platforms and not start them.
-from jax._src import compilation_cache, xla_bridge
+from jax._src import compilation_cache, distributed, xla_bridge
 
 # 0.11, 0.12: public in `jax.extend`, which takes a tenth of a second: it loads all of Pallas.
 from jax._src import source_info_util as source_info_util
@@ -78,6 +79,15 @@ def scan_operands(eqn: JaxprEqn) -> tuple[int, int]:
     """Returns how many constants and how many carried values a scan has, before what it scans."""
     consts, carry, _ = eqn.params["ft_in"].unpack()  # 0.11.2, 0.12: before, two numbers
     return len(list(consts)), len(list(carry))
+
+
+def wait_at_barrier(name: str, seconds: float) -> None:
+    """Returns when all processes are at the barrier of a name that none has had before; or raises.
+
+    The error's text has the tasks that did not come, as 0.11 and 0.12 word it.
+    """
+    if (client := distributed.global_state.client) is not None:
+        client.wait_at_barrier(name, int(1000 * seconds))
 
 
 def lower_with_devices(primitive: Primitive) -> None:

@@ -16,6 +16,7 @@ pytest.importorskip("rich")
 import llama
 import parallel
 import planned
+import progress
 import train
 from cache import empty_cache
 from parallel import Layout
@@ -61,7 +62,7 @@ def test_flops_are_those_of_the_experts_that_a_token_goes_to(monkeypatch):
         model=dataclasses.replace(EXPERTS, capacity=2.0), batch=batch, length=length
     )
     monkeypatch.setattr(train, "memory", lambda grads: lambda *args: "")
-    ran, model = train.forecast(config, mesh_of(dp=1, tp=2, ep=4))
+    ran, model = progress.forecast(config, mesh_of(dp=1, tp=2, ep=4))
     assert model.model_flops == wanted
     assert int(ran.model_flops) > wanted  # pyright: ignore[reportArgumentType]
     assert ran.devices == 8

@@ -215,12 +215,11 @@ def test_all_that_a_saved_run_has_otherwise_is_listed_first(
 
 def test_a_state_of_another_config_is_not_restored(saved_run):
     folder, config = saved_run
-    state = train.first_state(config, mesh_of(1, 1))
     with Checkpoints(folder / "checkpoints", read_only=True) as checkpoints:
         info = checkpoints.info()
         with pytest.raises(ValueError, match=r"the data was .* and is 9 tokens now"):
-            train.restored(checkpoints, state, config, {"data": "9 tokens"})
-        train.restored(checkpoints, state, dataclasses.replace(config, dp=8), info)
+            train.refuse_others(checkpoints, config, {"data": "9 tokens"})
+        train.refuse_others(checkpoints, dataclasses.replace(config, dp=8), info)
 
 
 def refused(config, saved, **changed) -> str:

@@ -84,3 +84,28 @@ def test_a_file_that_can_not_be_written_keeps_its_contents(tmp_path):
     with files_of(50), pytest.raises(OSError, match=r"run.json` could not be written: File too"):
         replace(path, b"new" * 99)
     assert [(x.name, x.read_bytes()) for x in tmp_path.iterdir()] == [("run.json", b"old")]
+
+
+def test_tensorboard_has_the_same_numbers(tmp_path):
+    pytest.importorskip("tensorboardX")
+    from tensorboardX.proto import event_pb2
+
+    parse = event_pb2.Event.FromString  # pyright: ignore[reportAttributeAccessIssue]
+
+    seconds = {"data": 0.25, "step": 0.5}
+    with Metrics(tmp_path, PANELS, tensorboard=True) as metrics:
+        for step in (1, 2):
+            metrics.write(step, loss=1 / step, rate=None, seconds=seconds, note="text")
+        metrics.rewind(1)
+        metrics.write(2, loss=0.25, rate=7.0)
+    found, forgotten = [], []
+    for path in sorted((tmp_path / "tensorboard").iterdir(), key=lambda x: x.stat().st_mtime_ns):
+        data = path.read_bytes()
+        while data:  # length, its check, the event, its check
+            size = int.from_bytes(data[:8], "little")
+            event, data = parse(data[12 : 12 + size]), data[16 + size :]
+            found += [(event.step, x.tag, x.simple_value) for x in event.summary.value]
+            forgotten += [event.step] if event.session_log.status else []
+    assert {(1, "loss", 1.0), (2, "loss", 0.5), (2, "loss", 0.25), (2, "rate", 7.0)} <= {*found}
+    assert {(1, "seconds/data", 0.25), (2, "seconds/step", 0.5)} <= {*found}
+    assert forgotten == [2]

@@ -83,6 +83,11 @@ class Checkpoints:
         """The step of the newest checkpoint, or None."""
         return self._manager.latest_step()
 
+    @property
+    def steps(self) -> list[int]:
+        """The steps of all that there are, in order."""
+        return sorted(self._manager.all_steps())
+
     def save(self, step: int, state: Mapping[str, PyTree], info: Mapping) -> None:
         """Begins to save a checkpoint; the arrays may be donated as soon as this returns.
 
@@ -120,7 +125,7 @@ class Checkpoints:
 
         Raises:
           FileNotFoundError: There is no checkpoint.
-          ValueError: It is damaged.
+          Damaged: It can't be read.
         """
         args = ocp.args.Composite(**{_INFO: ocp.args.JsonRestore()})
         return self._read(lambda step: self._manager.restore(step, args=args)[_INFO])
@@ -134,8 +139,8 @@ class Checkpoints:
 
         Raises:
           FileNotFoundError: There is no checkpoint.
-          ValueError: It is damaged; or lists every leaf of another shape or dtype, missing or left
-            over.
+          Damaged: It can't be read.
+          ValueError: It lists every leaf of another shape or dtype, missing or left over.
         """
         wanted = {name: jax.tree.map(_struct, tree) for name, tree in like.items()}
         items = {name: ocp.args.StandardRestore({_TREE: tree}) for name, tree in wanted.items()}
@@ -172,10 +177,33 @@ class Checkpoints:
             else f"That of step {whole} can be read: move what is after it away, `{path}` too, to "
             "go on from there."
         )
-        raise ValueError(
+        raise Damaged(
             f"the checkpoint of step {step} is damaged, `{path}` can't be read "
             f"({reason[:200]}). {cure}"
         )
+
+    def set_aside(self) -> Path:
+        """Moves the newest checkpoint to `damaged` beside the folder, for the one before it.
+
+        One of several processes does so; the others see it once they `reload`.
+
+        Returns:
+          Where it is now.
+
+        Raises:
+          FileNotFoundError: There is no checkpoint.
+        """
+        step = self._newest()
+        place = self.folder.with_name("damaged")
+        place.mkdir(exist_ok=True)
+        place /= f"{step}-{len(list(place.iterdir()))}"
+        (self.folder / str(step)).rename(place)
+        self.reload()
+        return place
+
+    def reload(self) -> None:
+        """Looks again at what is in the folder."""
+        self._manager.reload()
 
     def _newest(self) -> int:
         if self.latest is None:
@@ -193,6 +221,10 @@ class Checkpoints:
             f"{str(error).rsplit(': ', 1)[-1]}; {left}. Make room or choose another folder, then "
             "resume."
         ) from None  # that of orbax names its own files, on a hundred lines
+
+
+class Damaged(ValueError):
+    """A checkpoint that can't be read as it was written."""
 
 
 class _OfAnother(ValueError):

@@ -10,9 +10,8 @@ on. So a run that stops needs no loader state to go on, and reads the same sampl
 on any number of devices and processes.
 """
 
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import chain
 from typing import NamedTuple, Protocol, runtime_checkable
 
@@ -264,19 +263,27 @@ def rows_here(sharding: jax.sharding.Sharding, shape: tuple[int, int]) -> Bool[n
     return found
 
 
-def batches(rows: Source, first: int = 0, *, ahead: int = 2, **options) -> Generator[Rows]:
+def batches(
+    rows: Source,
+    first: int = 0,
+    *,
+    ahead: int = 2,
+    number: Callable[[int], int] = int,
+    **options,
+) -> Generator[Rows]:
     """Yields what `batch` returns, step after step; the next ones are read in the background.
 
     Args:
       rows: The rows to draw from.
       first: The step to begin with.
       ahead: How many steps are read before they are asked for, at least 1.
+      number: Which batch a step has, where some are left out.
       options: Those of `batch`.
     """
     import grain
 
     steps = grain.MapDataset.range(first, np.iinfo(np.int64).max)
-    steps = steps.map(partial(batch, rows, **options))
+    steps = steps.map(lambda step: batch(rows, number(step), **options))
     read = grain.ReadOptions(num_threads=1, prefetch_buffer_size=ahead)
     reader = iter(steps.to_iter_dataset(read))
     try:

@@ -1,13 +1,20 @@
-"""The numbers of a run: a line of JSON for each step, and a picture that is redrawn as it grows."""
+"""The numbers of a run: a line of JSON for each step, and a picture that is redrawn as it grows.
+
+TensorBoard gets the same numbers, if it is asked for.
+"""
 
 import io
 import json
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from tensorboardX import SummaryWriter
 
 # A picture takes some tenths of a second; drawing must not be what a run spends its time on.
 _SECONDS_BETWEEN = 30.0
@@ -23,8 +30,11 @@ class Metrics:
     Args:
       folder: The run's folder, which exists.
       panels: What is drawn, one above the other: names of values, and what to call them.
-      done: Steps that a resumed run goes on from. Lines of later ones are dropped, and a last line
-        that was cut off.
+      done: Steps that a resumed run goes on from, as in `rewind`.
+      tensorboard: Whether to write what TensorBoard reads, too, to a folder of that name.
+
+    Raises:
+      ModuleNotFoundError: TensorBoard is asked for, and tensorboardX is not installed.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -36,34 +46,62 @@ class Metrics:
     {"step": 2, "loss": 5.25}
     """
 
-    def __init__(self, folder: Path | str, panels: Mapping[str, str], *, done: int = 0):
+    def __init__(
+        self,
+        folder: Path | str,
+        panels: Mapping[str, str],
+        *,
+        done: int = 0,
+        tensorboard: bool = False,
+    ):
         self.path = Path(folder) / "metrics.jsonl"
         self.picture = Path(folder) / "curves.png"
+        self._last: dict = {}
+        self._drawn: list[tuple] = []
         self._panels = dict(panels)
-        kept = [entry for entry in _entries(self.path) if entry["step"] <= done]
+        self._file: io.RawIOBase | None = None
+        self._events: SummaryWriter | None = None
+        self._tensorboard = tensorboard
+        self._next = time.monotonic() + _SECONDS_BETWEEN
+        self.rewind(done)
+
+    @property
+    def last_time(self) -> float | None:
+        """The time that the last line notes; None if there is no line, or it notes none."""
+        return self._last.get("time")
+
+    def rewind(self, done: int) -> None:
+        """Drops the lines of steps after those done, and a last line that was cut off."""
+        self._close()
+        kept = [entry for entry in entries(self.path) if entry["step"] <= done]
         self._drawn = [self._point(entry) for entry in kept]
+        self._last = kept[-1] if kept else {}
         text = "".join(json.dumps(entry) + "\n" for entry in kept)
         replace(self.path, text.encode())
         # One line, one write: what is killed leaves whole lines, and nothing is left to flush.
         self._file = self.path.open("ab", buffering=0)
-        self._next = time.monotonic() + _SECONDS_BETWEEN
+        if self._tensorboard:
+            self._events = _events(self.path.with_name("tensorboard"), done)
 
     def __enter__(self) -> "Metrics":
         return self
 
     def __exit__(self, kind, error, traceback) -> None:
-        self._file.close()
+        self._close()
         if error is None:
             self.draw()
 
-    def write(self, step: int, **values: float | None) -> None:
-        """Adds the values of a step; None where there is none.
+    def write(self, step: int, **values: Any) -> None:
+        """Adds the values of a step, as JSON by name; None where there is none.
+
+        TensorBoard has those that are numbers, and numbers by name under both names.
 
         Raises:
           OSError: The line could not be written, for want of space for example.
         """
         entry = {"step": step, **values}
         line = json.dumps(entry).encode() + b"\n"
+        assert self._file is not None, "metrics are closed"
         try:
             while line:  # a disk that is nearly full takes a part
                 line = line[self._file.write(line) :]
@@ -73,6 +111,10 @@ class Metrics:
                 f"{error.strerror}. Make room, then resume."
             ) from error
         self._drawn.append(self._point(entry))
+        self._last = entry
+        if self._events is not None:
+            for name, value in _numbers(values):
+                self._events.add_scalar(name, value, step)
         if time.monotonic() > self._next:
             start = time.monotonic()
             self.draw()
@@ -95,6 +137,12 @@ class Metrics:
         picture = io.BytesIO()
         figure.savefig(picture, format="png", dpi=120)
         replace(self.picture, picture.getvalue())
+
+    def _close(self) -> None:
+        for file in (self._file, self._events):
+            if file is not None:
+                file.close()
+        self._file = self._events = None
 
     def _point(self, entry: Mapping[str, float | int | None]) -> tuple:
         return (entry["step"], *(entry[name] for name in self._panels))
@@ -124,15 +172,39 @@ def replace(path: Path, data: bytes) -> None:
         ) from error
 
 
-def _entries(path: Path) -> list[dict]:
-    """The lines of an earlier process, up to one that was cut off."""
-    entries = []
+def entries(path: Path) -> list[dict]:
+    """Returns the lines of a `metrics.jsonl`, up to one that was cut off."""
+    found = []
     for line in path.read_text().splitlines() if path.exists() else []:
         try:
-            entries.append(json.loads(line))
+            found.append(json.loads(line))
         except json.JSONDecodeError:
             break
-    return entries
+    return found
+
+
+def _events(folder: Path, done: int) -> "SummaryWriter":
+    """What writes for TensorBoard, which is told to forget what it knows of later steps."""
+    try:
+        from tensorboardX import SummaryWriter
+    except ModuleNotFoundError:
+        raise ModuleNotFoundError(
+            "what TensorBoard reads is written by tensorboardX, which is not installed: add "
+            "`--extra tensorboard`, or do without."
+        ) from None
+    # By its own name, two files of one second would be one.
+    number = len(list(folder.glob("*")))
+    purge = done + 1 if done else None
+    return SummaryWriter(str(folder), purge_step=purge, filename_suffix=f".{number}")
+
+
+def _numbers(values: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    """The values that are numbers, also those inside of others."""
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            yield from ((f"{name}/{inner}", x) for inner, x in _numbers(value))
+        elif isinstance(value, int | float):
+            yield name, float(value)
 
 
 def _thinned(x: np.ndarray) -> np.ndarray:

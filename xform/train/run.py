@@ -16,6 +16,7 @@ import platform
 import shlex
 import signal
 import sys
+import threading
 import traceback
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -88,6 +89,25 @@ def begin(
     run = {**run, **known, "starts": [*run["starts"], _start()]}
     replace(path / "run.json", (json.dumps(run, indent=2) + "\n").encode())
     return path
+
+
+def note(folder: Path | str, **values: Any) -> None:
+    """Adds values to a run's `run.json`, as JSON by name, and keeps all else.
+
+    Raises:
+      FileNotFoundError: There is no run in the folder.
+      OSError: It can't be written to.
+    """
+    run = read_run(folder) | values
+    replace(Path(folder) / "run.json", (json.dumps(run, indent=2) + "\n").encode())
+
+
+def first_start(folder: Path | str) -> float | None:
+    """Returns when a run was first started, in seconds since 1970; None where there is none."""
+    if not (Path(folder) / "run.json").exists():
+        return None
+    starts = read_run(folder)["starts"]
+    return datetime.fromisoformat(starts[0]["time"]).timestamp() if starts else None
 
 
 def read_run(folder: Path | str) -> dict:
@@ -211,7 +231,8 @@ class Stop:
 def stopping() -> Iterator[Stop]:
     """Makes Ctrl-C, SIGTERM and SIGHUP a request, for a loop that ends when its step is done.
 
-    A second one acts at once, as without this.
+    A second one acts at once, as without this. In a thread that is not the first, as some engines
+    start a program in, Python hears no signals, and none is a request.
 
     >>> with stopping() as stop:
     ...     for step in range(10):
@@ -223,6 +244,9 @@ def stopping() -> Iterator[Stop]:
     (3, 'SIGTERM')
     """
     stop = Stop()
+    if threading.current_thread() is not threading.main_thread():
+        yield stop
+        return
     before = {s: signal.getsignal(s) for s in _SIGNALS if signal.getsignal(s) != signal.SIG_IGN}
 
     def restore():
@@ -266,18 +290,31 @@ def told(program: str) -> Iterator[None]:
     """
     try:
         yield
-    except KeyboardInterrupt:
-        sys.stderr.write("\nstopped\n")
-        sys.exit(128 + signal.SIGINT)
-    except (ValueError, OSError, FloatingPointError, NotImplementedError) as error:
+    except (KeyboardInterrupt, ValueError, OSError, ArithmeticError, NotImplementedError) as error:
         if not _is_for_the_reader(error, program):
             raise
-        notes = "".join(f"\n{note}" for note in getattr(error, "__notes__", ()))
-        sys.stderr.write(f"{Path(program).name}: {error}{notes}\n")
-        sys.exit(1)
+        words, code = ending(error, program)
+        sys.stderr.write(words)
+        sys.exit(code)
+
+
+def ending(error: BaseException, program: str) -> tuple[str, int]:
+    """Returns what is said of an error that ends the process, and with which exit code."""
+    if isinstance(error, SystemExit):
+        return "", error.code if isinstance(error.code, int) else 1
+    if isinstance(error, KeyboardInterrupt):
+        return "\nstopped\n", 128 + signal.SIGINT
+    if not _is_for_the_reader(error, program):
+        return "".join(traceback.format_exception(error)), 1
+    notes = "".join(f"\n{note}" for note in getattr(error, "__notes__", ()))
+    return f"{Path(program).name}: {error}{notes}\n", 1
 
 
 def _is_for_the_reader(error: BaseException, program: str) -> bool:
+    if isinstance(error, KeyboardInterrupt):
+        return True
+    if not isinstance(error, ValueError | OSError | ArithmeticError | NotImplementedError):
+        return False
     if isinstance(error, OSError) and error.strerror:
         return True
     last = traceback.extract_tb(error.__traceback__)[-1]

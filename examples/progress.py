@@ -1,0 +1,78 @@
+"""What train.py says of a run beforehand, and beside it: its costs, its speed, how far it is."""
+
+import dataclasses
+import time
+from collections.abc import Iterator
+from functools import partial
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+from rich.progress import BarColumn, Progress, TimeRemainingColumn
+
+import llama
+import parallel
+import pipelined
+from settings import Config
+from xform import Costs, cost, hfu, memory, mfu
+from xform.sharding import make_mesh, shardings
+from xform.train.data import Rows
+
+
+def forecast(config: Config, mesh: Mesh) -> tuple[Costs, Costs]:
+    """Prints what loss and gradients cost and need, before anything is compiled.
+
+    Of a pipeline, what they cost and need without it.
+
+    Returns:
+      Costs of what runs, and those of the model alone, on one device: of experts that a mesh or a
+      capacity gives places, some of which stay empty, only what the tokens' choices cost.
+    """
+    mesh, layout = pipelined.flat(mesh, config.layout)
+    costs, needs = counted(config, config.model, mesh, layout)
+    print(f"{costs}\n{needs()}")
+    if not config.model.experts:
+        return costs, costs
+    model = dataclasses.replace(config.model, capacity=None)
+    one = make_mesh(dp=1, tp=1, ep=1, devices=mesh.local_devices[:1])
+    return costs, counted(config, model, one, parallel.PLAIN)[0]
+
+
+def counted(config: Config, model: llama.Config, mesh: Mesh, layout: parallel.Layout):
+    """Returns what loss and gradients of a model cost on a mesh, and what tells their memory."""
+    struct = lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at)
+    params = jax.eval_shape(partial(llama.init, model), jax.random.key(0))
+    params = jax.tree.map(struct, params, parallel.placement(layout, model, mesh))
+    shape = (config.batch, config.length)
+    rows = jax.eval_shape(lambda: Rows(*[np.zeros(shape, np.int32)] * 3))
+    placed = shardings(mesh, parallel.specs_of_rows(mesh))
+    rows = jax.tree.map(lambda x: struct(x, placed), rows)
+    grads = parallel.gradients(model, mesh, layout, "f32")
+    return cost(grads)(params, rows), partial(memory(grads), params, rows)
+
+
+def shown(
+    config: Config, steps: Iterator[tuple[int, int, float]], done: int, costs: tuple[Costs, Costs]
+) -> Iterator[tuple[int, int, float, float | None]]:
+    """Passes the steps on, with tokens per second, beside a progress bar."""
+    tokens, (ran, model) = config.batch * config.length, costs
+    # Virtual CPU devices share their cores, so that one of them has the peak of all.
+    devices = 1 if jax.default_backend() == "cpu" else ran.devices
+    columns = ("step {task.completed}/{task.total}", BarColumn(), "{task.description}")
+    with Progress(*columns, TimeRemainingColumn()) as bar:
+        task = bar.add_task("compiling", total=config.steps, completed=done)
+        start = last = 0.0
+        for i, (done, number, loss) in enumerate(steps):
+            # The first step compiles: time counts from its end.
+            now = time.perf_counter()
+            start = start or now
+            if i:
+                seconds = (now - start) / i
+                used = [f(c, seconds, devices=devices) for f, c in ((mfu, model), (hfu, ran))]
+                shares = "  ".join(f"{share.name} {share:.0%}" for share in used)
+                status = f"loss {loss:.3f}  {tokens / seconds:,.0f} tokens/s  {shares}"
+                bar.update(task, completed=done, description=status)
+                if done % 50 == 0:
+                    bar.print(f"step {done:4}  {status}")
+            yield done, number, loss, tokens / (now - last) if i else None
+            last = time.perf_counter()

@@ -1,0 +1,149 @@
+"""Several processes that share one mesh: how they find each other, wait, stop together, end apart.
+
+Each runs the same program and has its own devices and its own copy of what the program decides. On
+GPUs of one machine, `CUDA_VISIBLE_DEVICES` says which are whose.
+"""
+
+import os
+import re
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from signal import Signals
+
+import jax
+import numpy as np
+from jax.experimental.multihost_utils import process_allgather
+from jax.sharding import PartitionSpec as P
+
+from xform._compat import wait_at_barrier
+from xform.train.run import Stop, ending
+
+_waited: Counter[str] = Counter()
+
+
+def join(coordinator: str | None, processes: int, process: int, *, seconds: float = 300.0) -> None:
+    """Has the processes find each other, and all but the first print nothing.
+
+    Where whoever started them has done so already, that is left as it is.
+
+    Args:
+      coordinator: Where process 0 waits for the others, `host:port`; `auto` where a cluster says.
+      processes: How many there are.
+      process: Which one this is.
+      seconds: How long to wait for the others.
+    """
+    if processes == 1:
+        return
+    if not jax.distributed.is_initialized():
+        # Of SIGTERM it would make a note that nobody reads; here it ends a process, or a step.
+        jax.config.update("jax_enable_preemption_service", False)
+        limit = int(seconds)
+        if coordinator == "auto":
+            jax.distributed.initialize(initialization_timeout=limit)
+        else:
+            jax.distributed.initialize(
+                coordinator, processes, process, initialization_timeout=limit
+            )
+    if jax.process_index():
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+
+
+def meet(processes: int) -> None:
+    """Returns once it is known that all processes are there, and that all devices can add.
+
+    Raises:
+      ValueError: There are more or fewer processes.
+      RuntimeError: A sum over all devices is wrong.
+    """
+    if jax.process_count() != processes:
+        raise ValueError(
+            f"{processes} processes were asked for, and {jax.process_count()} are there: give each "
+            "the same `--processes` and `--coordinator`, and its own `--process`."
+        )
+    devices = jax.devices()
+    mesh = jax.make_mesh((len(devices),), ("all",), devices=devices)
+    ranks = np.array([d.process_index for d in mesh.devices.flat], np.int32)
+    at = jax.sharding.NamedSharding(mesh, P("all"))
+    own = jax.make_array_from_callback(ranks.shape, at, lambda index: ranks[index] + 1)
+    add = lambda x: jax.lax.psum(x.sum(), "all")
+    total = int(jax.jit(jax.shard_map(add, mesh=mesh, in_specs=P("all"), out_specs=P()))(own))
+    if total != (ranks + 1).sum():
+        raise RuntimeError(
+            f"a sum over all {len(devices)} devices is {total} and should be {(ranks + 1).sum()}: "
+            "something between them is broken."
+        )
+
+
+def wait(name: str, *, seconds: float = 600.0) -> None:
+    """Returns when all processes have come here.
+
+    Args:
+      name: The same in all of them, for the same place in the program.
+      seconds: How long to wait.
+
+    Raises:
+      TimeoutError: Not all came in time; it names the ranks that did not.
+    """
+    _waited[name] += 1
+    try:
+        wait_at_barrier(f"xform/{name}/{_waited[name]}", seconds)
+    except jax.errors.JaxRuntimeError as error:
+        if "DEADLINE_EXCEEDED" not in str(error):
+            raise
+        # They follow the words "task names", one a line.
+        late = re.search(r"names:((?:\s+\d+$)+)", str(error), re.MULTILINE)
+        missing = sorted(map(int, late[1].split())) if late else []
+        who = f"rank {', '.join(map(str, missing))}" if missing else "not all ranks"
+        verb = "did not come" if missing else "came"
+        raise TimeoutError(
+            f"at the barrier `{name}`, {who} {verb} within {seconds:g} s to rank "
+            f"{jax.process_index()}: look at what was said there."
+        ) from None
+
+
+def asked_to(stop: Stop) -> bool:
+    """Returns whether any process was asked to stop, for all of them to do so after this step."""
+    asked = bool(stop)
+    if jax.process_count() == 1:
+        return asked
+    number = int(process_allgather(np.array(int(stop.signal or 0))).max())
+    stop.signal = Signals(number) if number else None
+    return bool(number)
+
+
+def all_agree(good: bool) -> bool:
+    """Returns whether it is so in all processes."""
+    return bool(np.all(process_allgather(np.array(good))))
+
+
+@contextmanager
+def each_for_itself(program: str) -> Iterator[None]:
+    """Ends the process at once where it fails and there are others.
+
+    They wait for it in a sum or at a barrier, and it would wait for them to end together with it.
+    So they learn of it, by connections that break, and nothing is tidied up.
+
+    Args:
+      program: The file of the program, as `run.told` takes it.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if jax.process_count() == 1:
+            raise
+        words, code = ending(error, program)
+        with suppress(OSError):  # the disk may be full that it goes to
+            os.write(2, f"rank {jax.process_index()}: {words}".encode(errors="replace"))
+        os._exit(code)
+
+
+def own(folder: Path) -> Path:
+    """Returns where this process notes its numbers: the run's folder, or one in it."""
+    if not jax.process_index():
+        return folder
+    folder = folder / f"process-{jax.process_index()}"
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
