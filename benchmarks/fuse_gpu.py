@@ -150,7 +150,7 @@ def in_jax(f: Callable, program: str, args: list, cts: list) -> Callable:
 def in_torch(subject: Subject, program: str, args: list, cts: list) -> Callable:
     """By torch.compile; raises ImportError where torch is not installed."""
     import numpy as np
-    import torch
+    import torch  # pyright: ignore[reportMissingImports]
 
     put = lambda x: torch.tensor(np.asarray(x.astype(jnp.float32))).to("cuda", torch.bfloat16)
     torch._dynamo.reset()
@@ -244,7 +244,7 @@ def heading() -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rows", type=int, default=16_384)
     parser.add_argument("--width", type=int, default=4_096)
     options = parser.parse_args()

@@ -16,7 +16,7 @@ def test_one_loop_a_kernel_and_small_temporaries():
     args = arguments(512, jnp.bfloat16)
     for g, kernels in ((fuse(f), 1), (with_gradients(fuse(f), argnums), 2)):
         compiled = jax.jit(g).lower(*args).compile()
-        computations = parse(compiled.as_text()).computations.values()
+        computations = parse(str(compiled.as_text())).computations.values()
         opcodes = [i.opcode for c in computations for i in c.instructions.values()]
         assert opcodes.count("while") == kernels
     # Beside the results only blocks: a few of 32,768 elements, where the arrays have 68,096.

@@ -92,7 +92,7 @@ def _is_array(x: Any) -> bool:
 
 
 def _is_key(x: Any) -> bool:
-    return jnp.issubdtype(getattr(x, "dtype", None), jax.dtypes.prng_key)
+    return hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
 def _array(x: Any) -> Any:

@@ -21,6 +21,7 @@ from xform._remat._jaxprs import flatten, retrace
 from xform.jaxpr._interpret import called, evaluate
 from xform.jaxpr._walk import at_line
 from xform.lowering._dropout import threefry
+from xform.lowering._region import type_of
 
 _WORD = 32
 _PLACED = frozenset(("sharding", "out_sharding"))
@@ -32,7 +33,7 @@ def core(jaxpr: Jaxpr) -> Jaxpr:
     """Returns the program of one without constants, whose keys are given as their data."""
     if moves := [eqn for eqn in jaxpr.eqns if _moves(eqn)]:
         raise refusal(jaxpr, [(eqn, "it moves an array between devices") for eqn in moves])
-    types = [ShapedArray(x.aval.shape, x.aval.dtype) for x in jaxpr.invars]
+    types = [ShapedArray(type_of(x).shape, type_of(x).dtype) for x in jaxpr.invars]
     with use_abstract_mesh(AbstractMesh((), ())):
         program = retrace(lambda *args: evaluate(jaxpr, (), args, _apply), types)
     flat, consts = flatten(program)
@@ -61,7 +62,7 @@ def _moves(eqn: JaxprEqn) -> bool:
     if eqn.primitive.name != "reshard":
         return False
     (old,), (new,) = eqn.invars, eqn.outvars
-    return tuple(old.aval.sharding.spec) != tuple(new.aval.sharding.spec)
+    return tuple(type_of(old).sharding.spec) != tuple(type_of(new).sharding.spec)
 
 
 def _random_bits(eqn: JaxprEqn, key):

@@ -51,13 +51,13 @@ def _on_gpu(region: Region, *args, split: Split = WHOLE) -> list:
 def _rule(run: Callable, ctx, *args, call_jaxpr):
     region = region_of(call_jaxpr)
     devices = getattr(ctx.module_context.axis_context, "device_assignment", None)
-    run = partial(run, region)
+    here = partial(run, region)
     if len(devices or ()) > 1:
         check_export("fuse", ctx)
-        run = _on_devices(run, region)
+        here = _on_devices(run, region)
     strip = lambda avals: [ShapedArray(a.shape, a.dtype) for a in avals]
     ctx = ctx.replace(avals_in=strip(ctx.avals_in), avals_out=strip(ctx.avals_out))
-    return mlir.lower_fun(run, multiple_results=True)(ctx, *args)
+    return mlir.lower_fun(here, multiple_results=True)(ctx, *args)
 
 
 def _on_devices(run: Callable, region: Region) -> Callable:
@@ -76,11 +76,11 @@ def _on_devices(run: Callable, region: Region) -> Callable:
         def body(*args):
             # Here arrays are a device's own, and types of explicit axes say nothing of them.
             with use_abstract_mesh(AbstractMesh((), ())):
-                return run.func(local, *args, split=split)
+                return run(local, *args, split=split)
 
         return mesh, body, [place(x) for x in results], tuple(place(x) for x in operands)
 
-    operation = custom_partitioning(lambda *args: run(*args))
+    operation = custom_partitioning(lambda *args: run(region, *args))
     operation.def_partition(partition, sharding_rule=_sharding_rule(operands, results, region))
     return operation
 
@@ -108,15 +108,27 @@ def _split_rows(region: Region, operands: Sequence[Lines], shardings: Sequence) 
                     f"{', '.join(axes)} (`{sharding.spec}`). Place it so that rows are whole with "
                     "`jax.reshard`, or call it in a `jax.shard_map` that sums over devices itself."
                 )
-            if axes and line is not None:
-                found.setdefault(line, axes)
+            if axes and line is not None and found.setdefault(line, axes) != axes:
+                raise FusionError(
+                    f"`fuse` leaves rows where they are, and a mesh splits the same rows of two "
+                    f"operands over {', '.join(found[line])} and over {', '.join(axes)}. Place "
+                    "them alike with `jax.reshard`."
+                )
     return found
 
 
 def _local(region: Region, axes: dict, mesh) -> tuple[int, ...]:
-    """The sizes of lines on one device."""
-    parts = lambda k: math.prod(mesh.shape[axis] for axis in axes.get(k, ()))
-    return tuple(n // parts(k) for k, n in enumerate(region.sizes))
+    """The sizes of lines on one device.
+
+    Raises:
+      FusionError: devices would have different numbers of rows.
+    """
+    parts = [
+        math.prod(mesh.shape[axis] for axis in axes.get(k, ())) for k in range(len(region.sizes))
+    ]
+    if uneven := [f"{n} over {p}" for n, p in zip(region.sizes, parts, strict=True) if n % p]:
+        raise FusionError(f"`fuse` needs as many rows on each device; found {', '.join(uneven)}.")
+    return tuple(n // p for n, p in zip(region.sizes, parts, strict=True))
 
 
 def _spec(lines: Lines, axes: dict) -> PartitionSpec:

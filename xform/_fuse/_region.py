@@ -22,7 +22,7 @@ from xform._fuse._relations import Dim, Relations
 from xform._fuse._rules import RULES
 from xform._remat._jaxprs import build, has_effects, live
 from xform._remat._kinds import nbytes
-from xform.lowering._region import Lines, Region, Sum
+from xform.lowering._region import Lines, Region, Sum, type_of
 
 _UNKNOWN = (
     "it is neither elementwise nor a cast, a broadcast, a slice within a row, or a sum or maximum "
@@ -61,7 +61,7 @@ class _Lines:
 
     def _number(self, v: Var) -> Lines:
         found: list[int | None] = []
-        for i, n in enumerate(v.aval.shape):
+        for i, n in enumerate(type_of(v).shape):
             if n == 1:
                 found.append(None)
                 continue
@@ -81,25 +81,25 @@ class _Lines:
         counts = (Counter(lines) for lines in self.lines.values())
         return {k for found in counts for k, n in found.items() if n > 1 and k is not None}
 
-    def of(self, atom) -> set[int]:
+    def _lines_of(self, atom: Var | Literal) -> Lines:
+        return () if isinstance(atom, Literal) else self.lines[atom]
+
+    def of(self, atom: Var | Literal) -> set[int]:
         """The lines of an atom that may be rows."""
-        if isinstance(atom, Literal):
-            return set()
-        return {line for line in self.lines[atom] if line is not None} - self.within
+        return {line for line in self._lines_of(atom) if line is not None} - self.within
 
     # ---- sums ------------------------------------------------------------------------------------
 
     def _place(self, eqn: JaxprEqn, axes: tuple[int, ...]) -> None:
         """Decides whether a sum is one along a row, or one over rows that the program ends with."""
-        operand = eqn.invars[0]
-        over = {self.lines[operand][i] for i in axes} & self.of(operand)
+        over = self._over(eqn, axes)
         if not over:
             return
         if not self._ends(eqn, over):
             self.within |= over
             return
-        others = self.of(operand) - over
-        for line in reversed(self.lines[operand]):
+        others = self.of(eqn.invars[0]) - over
+        for line in reversed(self._lines_of(eqn.invars[0])):
             if line is None or line in self.within:
                 continue
             if line not in over or not others:
@@ -161,7 +161,7 @@ class _Lines:
     def region(self) -> Region:
         """The program, divided into its rows and its end."""
         program = self.program
-        over = [(eqn, axes) for eqn, axes in self.relations.sums if self._over_rows(eqn, axes)]
+        over = [(eqn, axes) for eqn, axes in self.relations.sums if self._over(eqn, axes)]
         later = {id(eqn) for eqn in self.after(eqn for eqn, _ in over)}
         over = [(eqn, axes) for eqn, axes in over if id(eqn) not in later]
         sums = [eqn for eqn, _ in over]
@@ -183,9 +183,10 @@ class _Lines:
             finish, order,
         )  # fmt: skip
 
-    def _over_rows(self, eqn: JaxprEqn, axes: tuple[int, ...]) -> bool:
-        lines = {self.lines[eqn.invars[0]][i] for i in axes}
-        return bool(lines & self.of(eqn.invars[0]))
+    def _over(self, eqn: JaxprEqn, axes: tuple[int, ...]) -> set[int]:
+        """The lines that a sum is over and that may be rows."""
+        lines = self._lines_of(eqn.invars[0])
+        return {k for i in axes if (k := lines[i]) is not None} - self.within
 
 
 def _relations(program: Jaxpr) -> Relations:
@@ -198,7 +199,7 @@ def _relations(program: Jaxpr) -> Relations:
     for eqn in program.eqns:
         if has_effects(eqn):
             relations.refuse(eqn, "it has an effect, which a kernel can't have")
-        elif any(jnp.issubdtype(v.aval.dtype, jnp.complexfloating) for v in eqn.outvars):
+        elif any(jnp.issubdtype(type_of(v).dtype, jnp.complexfloating) for v in eqn.outvars):
             relations.refuse(eqn, "kernels have no complex numbers")
         elif (rule := RULES.get(eqn.primitive.name)) is None:
             relations.refuse(eqn, _UNKNOWN)
@@ -211,8 +212,8 @@ def _relations(program: Jaxpr) -> Relations:
 
 def _largest(program: Jaxpr) -> list[tuple[JaxprEqn, str]]:
     """The largest value of a program, if it is larger than all that goes in or out."""
-    most = max((v.aval.size for v in _ends(program)), default=1)
-    made = [(eqn, v) for eqn in program.eqns for v in eqn.outvars if v.aval.size > most]
+    most = max((type_of(v).size for v in _ends(program)), default=1)
+    made = [(eqn, v) for eqn in program.eqns for v in eqn.outvars if type_of(v).size > most]
     return [(e, _too_large(v)) for e, v in sorted(made, key=lambda pair: -nbytes(pair[1]))[:1]]
 
 

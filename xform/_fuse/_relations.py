@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from xform._compat import JaxprEqn, Var
+from xform.lowering._region import type_of
 
 type Dim = tuple[Var, int]
 
@@ -35,7 +36,7 @@ class Relations:
         """Dim i of value a and dim j of value b are walked along together."""
         if not (isinstance(a, Var) and isinstance(b, Var)):
             return
-        if 1 not in (a.aval.shape[i], b.aval.shape[j]):
+        if 1 not in (type_of(a).shape[i], type_of(b).shape[j]):
             self._parent[self.root((a, i))] = self.root((b, j))
 
     def each(self, pairs: Iterable[tuple[int, int]], a, b) -> None:

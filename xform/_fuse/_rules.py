@@ -13,6 +13,7 @@ from itertools import pairwise
 
 from xform._compat import JaxprEqn
 from xform._fuse._relations import Relations
+from xform.lowering._region import type_of
 
 type FuseRule = Callable[[Relations, JaxprEqn], None]
 
@@ -54,13 +55,13 @@ def elementwise(relations: Relations, eqn: JaxprEqn) -> None:
     """Scalars go with anything; all else has one shape."""
     for out in eqn.outvars:
         for x in eqn.invars:
-            relations.each(((i, i) for i in range(len(x.aval.shape))), x, out)
+            relations.each(((i, i) for i in range(len(type_of(x).shape))), x, out)
 
 
 @fuse_rule("optimization_barrier")
 def _one_by_one(relations: Relations, eqn: JaxprEqn) -> None:
     for x, out in zip(eqn.invars, eqn.outvars, strict=True):
-        relations.each(((i, i) for i in range(len(x.aval.shape))), x, out)
+        relations.each(((i, i) for i in range(len(type_of(x).shape))), x, out)
 
 
 @fuse_rule("broadcast_in_dim")
@@ -103,14 +104,19 @@ def _dims(eqn: JaxprEqn, name: str) -> tuple[int, ...]:
 
 def _without(relations: Relations, eqn: JaxprEqn, gone: tuple[int, ...]) -> None:
     """The result has the operand's other dims, in their order."""
-    kept = (i for i in range(len(eqn.invars[0].aval.shape)) if i not in gone)
+    kept = (i for i in range(len(type_of(eqn.invars[0]).shape)) if i not in gone)
     relations.each(((i, j) for j, i in enumerate(kept)), eqn.invars[0], eqn.outvars[0])
 
 
 @fuse_rule("slice")
 def _slice(relations: Relations, eqn: JaxprEqn) -> None:
     (x,), (out,) = eqn.invars, eqn.outvars
-    _cut(relations, x, out, [n == m for n, m in zip(x.aval.shape, out.aval.shape, strict=True)])
+    _cut(
+        relations,
+        x,
+        out,
+        [n == m for n, m in zip(type_of(x).shape, type_of(out).shape, strict=True)],
+    )
 
 
 @fuse_rule("pad")
@@ -124,7 +130,7 @@ def _parts(relations: Relations, eqn: JaxprEqn) -> None:
     cut = eqn.params["dimension"] if "dimension" in eqn.params else eqn.params["axis"]
     for x in eqn.invars:
         for out in eqn.outvars:
-            _cut(relations, x, out, [i != cut for i in range(len(out.aval.shape))])
+            _cut(relations, x, out, [i != cut for i in range(len(type_of(out).shape))])
 
 
 def _cut(relations: Relations, x, out, untouched: list[bool]) -> None:
@@ -139,7 +145,7 @@ def _cut(relations: Relations, x, out, untouched: list[bool]) -> None:
 def _reshape(relations: Relations, eqn: JaxprEqn) -> None:
     """Dims that stay are the same; what is split or merged must be whole."""
     (x,), (out,) = eqn.invars, eqn.outvars
-    for old, new in _groups(x.aval.shape, out.aval.shape):
+    for old, new in _groups(type_of(x).shape, type_of(out).shape):
         if len(old) == len(new) == 1:
             relations.same(x, old[0], out, new[0])
         else:

@@ -12,7 +12,7 @@ from xform._fuse._error import FusionError
 from xform._hlo import Computation, Instruction, Module, parse
 from xform._hlo._text import Leaf
 from xform.lowering import row_blocks
-from xform.lowering._region import Region
+from xform.lowering._region import Region, type_of
 
 # What names other values' memory.
 _VIEWS = frozenset(("parameter", "tuple", "get-tuple-element", "bitcast", "while", "call"))
@@ -34,7 +34,7 @@ def verify(region: Region) -> None:
     entry = module.computations[module.entry]
     loops = [i for i in entry.instructions.values() if i.opcode == "while"]
     limit = _WIDEST * blocks.elements
-    ends = [v.aval.size * v.aval.dtype.itemsize for v in region.finish.outvars]
+    ends = [type_of(v).size * type_of(v).dtype.itemsize for v in region.finish.outvars]
     large = list(_large(module, entry, max([limit, *ends])))
     large += [found for loop in loops for found in _large(module, _body(module, loop), limit)]
     if len(loops) <= 1 and not large:  # of a few blocks, XLA writes them one after another
@@ -53,7 +53,8 @@ def _compiled(region: Region) -> Module:
     struct = lambda v: jax.ShapeDtypeStruct(region.shape(v), v.aval.dtype, sharding=here)
     run = jax.jit(lambda *args: row_blocks.run(region, *args))
     with use_abstract_mesh(AbstractMesh((), ())), no_compilation_cache():
-        return parse(run.lower(*map(struct, region.body.invars)).compile().as_text())
+        text = run.lower(*map(struct, region.body.invars)).compile().as_text()
+    return parse(text or "")
 
 
 def _body(module: Module, loop: Instruction) -> Computation:

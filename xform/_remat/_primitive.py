@@ -82,7 +82,7 @@ def _region_jvp(primals, tangents, *, call_jaxpr: Jaxpr, plan: Plan):
 
 
 def differentiated(
-    halves: Halves, linear: Linear, run: Callable[..., list], primals: Sequence, tangents: Sequence
+    halves: Halves, linear: Any, run: Callable[..., list], primals: Sequence, tangents: Sequence
 ) -> tuple[list, list]:
     """The results of a program and their tangents, given its halves.
 

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from xform._compat import Jaxpr, JaxprEqn, Literal, Var
-from xform.lowering._region import Lines, Region
+from xform.lowering._region import Lines, Region, type_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,14 +97,14 @@ def _reshape(block: Block, eqn: JaxprEqn, x):
 
 def _iota(block: Block, eqn: JaxprEqn):
     (out,), dim = eqn.outvars, eqn.params["dimension"]
-    here = lax.broadcasted_iota(out.aval.dtype, block.shape(out), dim)
+    here = lax.broadcasted_iota(type_of(out).dtype, block.shape(out), dim)
     first = block.start.get(block.region.lines_of(out)[dim], 0)
     return here + jnp.asarray(first).astype(here.dtype)
 
 
 def _slice(block: Block, eqn: JaxprEqn, x):
     (out,), params = eqn.outvars, eqn.params
-    same = [n == m for n, m in zip(eqn.invars[0].aval.shape, out.aval.shape, strict=True)]
+    same = [n == m for n, m in zip(type_of(eqn.invars[0]).shape, type_of(out).shape, strict=True)]
     pick = lambda mine, theirs: [a if s else b for s, a, b in zip(same, mine, theirs, strict=True)]
     strides = params["strides"] or [1] * x.ndim
     return lax.slice(

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from xform._compat import JaxprEqn, Literal, Var
 from xform.lowering._block_ops import EXACT
-from xform.lowering._region import Region
+from xform.lowering._region import Region, type_of
 
 _REDUCTIONS = frozenset(("reduce_sum", "reduce_max", "reduce_min", "reduce_and", "reduce_or"))
 
@@ -53,7 +53,7 @@ def _exact(region: Region) -> set[Var]:
 
 def _is_exact(eqn: JaxprEqn) -> bool:
     if eqn.primitive.name == "convert_element_type":
-        old, new = eqn.invars[0].aval.dtype, eqn.outvars[0].aval.dtype
+        old, new = type_of(eqn.invars[0]).dtype, type_of(eqn.outvars[0]).dtype
         return new.itemsize >= old.itemsize
     return eqn.primitive.name in EXACT
 

@@ -6,11 +6,17 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 from xform._compat import Jaxpr, Literal, Var
 
 type Lines = tuple[int | None, ...]
 """Of each dim of a value the line that it runs along, None where its size is 1."""
+
+
+def type_of(value: Var | Literal) -> Any:
+    """The type of an array of a program: its shape and dtype."""
+    return value.aval
 
 
 @dataclass(frozen=True)

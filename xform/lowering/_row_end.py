@@ -9,7 +9,7 @@ from typing import Any
 from jax import lax
 
 from xform.lowering._block_ops import Block
-from xform.lowering._region import Region
+from xform.lowering._region import Region, type_of
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ def finished(
       split: which rows are here.
     """
     totals = [split.total(x, region.over(i)) for i, x in enumerate(sums)]
-    types = (v.aval.dtype for v in region.finish.invars)
+    types = (type_of(v).dtype for v in region.finish.invars)
     totals = [x.astype(t) for x, t in zip(totals, types, strict=False)]
     ends = all_rows(region, split).run(region.finish, [*totals, *args])
     return [(ends if late else results)[i] for late, i in region.order]

@@ -21,7 +21,7 @@ from xform._compat import Literal, Var
 from xform.lowering._block_ops import Block
 from xform.lowering._contract import wide_of
 from xform.lowering._once import kept
-from xform.lowering._region import Lines, Region
+from xform.lowering._region import Lines, Region, type_of
 from xform.lowering._row_end import WHOLE, Split, all_rows, finished
 
 ELEMENTS = 1 << 15
@@ -142,7 +142,7 @@ class Blocks:
 
     def starts(self, turn: Turn, lines: Lines) -> list:
         """Where a block of a value begins."""
-        return [self.start(turn, k) if k in turn else jnp.int32(0) for k in lines]
+        return [self.start(turn, k) if k is not None and k in turn else jnp.int32(0) for k in lines]
 
     def at(self, turn: Turn) -> Block:
         """The block there."""
@@ -170,7 +170,9 @@ class Total:
         )
 
     def zeros(self) -> jax.Array:
-        value = jax.ShapeDtypeStruct(self.blocks.region.shape(self.value), self.value.aval.dtype)
+        value = jax.ShapeDtypeStruct(
+            self.blocks.region.shape(self.value), type_of(self.value).dtype
+        )
         return jnp.zeros_like(jax.eval_shape(self.of, value))
 
     def add(self, so_far, turn: Turn, x):

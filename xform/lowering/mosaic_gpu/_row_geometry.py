@@ -187,13 +187,18 @@ def _inner(region: Region) -> list[int]:
     return _within(region) or list(region.rows[-1:])
 
 
+def _own(inner: Sequence[int], region: Region, v: Var) -> list[int]:
+    """The lines of a value that are of a row."""
+    return [k for k in region.lines_of(v) if k is not None and k in inner]
+
+
 def _has(inner: Sequence[int], region: Region, v: Var) -> bool:
     return any(k in inner for k in region.lines_of(v))
 
 
 def _length(inner: Sequence[int], region: Region, v: Var) -> int:
     """The elements of a row of a value."""
-    return math.prod(region.sizes[k] for k in region.lines_of(v) if k in inner)
+    return math.prod(region.sizes[k] for k in _own(inner, region, v))
 
 
 def _last(inner: Sequence[int], region: Region, v: Var) -> bool:
@@ -205,7 +210,7 @@ def _last(inner: Sequence[int], region: Region, v: Var) -> bool:
 def _cuts_rows(inner: Sequence[int], region: Region, eqn: JaxprEqn) -> bool:
     """Whether each value has one line of a row at most, which registers hold."""
     values = [v for v in [*eqn.invars, *eqn.outvars] if isinstance(v, Var)]
-    lines = [[k for k in region.lines_of(v) if k in inner] for v in values]
+    lines = [_own(inner, region, v) for v in values]
     short = all(region.sizes[k] <= THREADS * _HELD for found in lines for k in found)
     return short and all(len(found) <= 1 for found in lines)
 

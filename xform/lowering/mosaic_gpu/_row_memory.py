@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 
 import jax.numpy as jnp
 import numpy as np
@@ -51,7 +52,7 @@ class Hardware:
         result = plgpu.ShapeDtypeStruct((size,), ref.dtype, layout=self.layout(size))
         splat = plgpu.Layout.WG_SPLAT
 
-        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), splat, splat), return_type=result)
+        @_inline(plgpu.RefType(), splat, splat, result=result)
         def load(ctx, ref, first, begin):
             del ctx
             return _load(self.geometry, spot, size, signed, ref, _number(first), _number(begin))
@@ -63,7 +64,7 @@ class Hardware:
         """Writes a tile there."""
         splat = plgpu.Layout.WG_SPLAT
 
-        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), splat, splat, self.layout(x.shape[0])))
+        @_inline(plgpu.RefType(), splat, splat, self.layout(x.shape[0]))
         def store(ctx, ref, first, begin, x):
             del ctx
             _store(self.geometry, spot, ref, _number(first), _number(begin), x)
@@ -77,6 +78,11 @@ class Hardware:
     def iota(self, size: int):
         """The number of each element of a tile."""
         return plgpu.broadcasted_iota(jnp.int32, (size,), 0, layout=self.layout(size))
+
+
+def _inline(*arguments, result=None) -> Callable[[Callable], Callable]:
+    """Marks a function of Mosaic's context, which is Mosaic's to give, and these arguments."""
+    return plgpu.inline_mgpu(arg_types=arguments, return_type=() if result is None else result)
 
 
 def _number(scalar) -> ir.Value:

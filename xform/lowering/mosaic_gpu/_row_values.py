@@ -17,7 +17,7 @@ from jax import lax
 
 from xform._compat import JaxprEqn, Literal, Var
 from xform.lowering._contract import wide_of
-from xform.lowering._region import Region
+from xform.lowering._region import Region, type_of
 from xform.lowering.mosaic_gpu._ops import OPS
 from xform.lowering.mosaic_gpu._row_geometry import Geometry, Place
 from xform.lowering.mosaic_gpu._row_memory import Hardware, Spot, Twin
@@ -74,7 +74,7 @@ class Tile:
     def read(self, atom) -> Value:
         """A value; a literal is a number."""
         if isinstance(atom, Literal):
-            return jnp.asarray(atom.val, atom.aval.dtype)
+            return jnp.asarray(atom.val, type_of(atom).dtype)
         value = self.known[atom]
         if isinstance(value, Loadable):
             value = self.known[atom] = self._number(value)
@@ -219,7 +219,7 @@ def _reduction(name: str) -> Callable:
         x = tile.row(eqn.invars[0], x)
         if not isinstance(x, tuple):
             return x
-        dtype = eqn.outvars[0].aval.dtype
+        dtype = type_of(eqn.outvars[0]).dtype
         parts = [reduced(name, partial_of(name, tile, part)) for part in x]
         found = parts[0]
         for other in parts[1:]:
@@ -262,13 +262,13 @@ def _iota(tile: Tile, eqn: JaxprEqn) -> Value:
     (out,), geometry = eqn.outvars, tile.geometry
     line = tile.region.lines_of(out)[eqn.params["dimension"]]
     if line is None:
-        return jnp.zeros((), out.aval.dtype)
+        return jnp.zeros((), type_of(out).dtype)
     divisor, of_row = geometry.divisors[line]
     n = jnp.int32(tile.region.sizes[line])
     place = lambda x: lax.rem(lax.div(x, jnp.full_like(x, divisor)), jnp.full_like(x, n))
     number = tile.memory.iota
     if of_row and geometry.together == 1:
-        return place(tile.first).astype(out.aval.dtype)
+        return place(tile.first).astype(type_of(out).dtype)
     held = geometry.held(geometry.length)
     if geometry.together == 1:
         at = place(tile.begin + number(held))
@@ -277,17 +277,19 @@ def _iota(tile: Tile, eqn: JaxprEqn) -> Value:
     else:
         each = lax.div(number(held), jnp.full((held,), geometry.length, jnp.int32))
         at = place(tile.first + each)
-    return (Part(geometry.length, at.astype(out.aval.dtype)),)
+    return (Part(geometry.length, at.astype(type_of(out).dtype)),)
 
 
 def _slice(tile: Tile, eqn: JaxprEqn, x) -> Value:
     (operand,), (out,) = eqn.invars, eqn.outvars
     cut = [
-        d for d, (n, m) in enumerate(zip(operand.aval.shape, out.aval.shape, strict=True)) if n != m
+        d
+        for d, (n, m) in enumerate(zip(type_of(operand).shape, type_of(out).shape, strict=True))
+        if n != m
     ]
     if not cut or not isinstance(x, tuple):
         return x
-    return tile.cut(x, eqn.params["start_indices"][cut[0]], out.aval.shape[cut[0]])
+    return tile.cut(x, eqn.params["start_indices"][cut[0]], type_of(out).shape[cut[0]])
 
 
 def _split(tile: Tile, eqn: JaxprEqn, x) -> list[Value]:

@@ -22,7 +22,7 @@ from jax import lax
 
 from xform._compat import JaxprEqn, Var
 from xform.lowering._contract import wide_of
-from xform.lowering._region import Region
+from xform.lowering._region import Region, type_of
 from xform.lowering._row_end import WHOLE, Split, finished
 from xform.lowering.mosaic_gpu import _plgpu as plgpu
 from xform.lowering.mosaic_gpu._row_geometry import Geometry, Place, geometry_of, misfits
@@ -223,9 +223,10 @@ class _Kernel:
         if not isinstance(value, tuple):
             return value.astype(wide_of(value.dtype))
         if self.sum_shapes[i] and math.prod(self.sum_shapes[i]) > 1:
-            if len(value) > 1:
+            first, *others = value
+            if others:
                 raise NotImplementedError("`fuse` has no GPU kernel for a sum of joined rows.")
-            return tile.tile(value[0]).astype(wide_of(v.aval.dtype))
+            return tile.tile(first).astype(wide_of(v.aval.dtype))
         return sum(reduced("reduce_sum", partial_of("reduce_sum", tile, part)) for part in value)
 
     def _numbers(self, ins: Sequence, number) -> dict[Var, Any]:
@@ -252,7 +253,7 @@ class _Kernel:
             )
             for eqn, x in zip(eqns, found, strict=True):
                 (out,) = eqn.outvars
-                numbers[out] = reduced(eqn.primitive.name, x).astype(out.aval.dtype)
+                numbers[out] = reduced(eqn.primitive.name, x).astype(type_of(out).dtype)
         return numbers
 
     def _partial(self, tile: Tile, eqn: JaxprEqn):
@@ -262,7 +263,7 @@ class _Kernel:
 
     def _neutral(self, eqn: JaxprEqn):
         """What a sum or maximum begins with."""
-        name, dtype = eqn.primitive.name, eqn.invars[0].aval.dtype
+        name, dtype = eqn.primitive.name, type_of(eqn.invars[0]).dtype
         dtype = (
             wide_of(dtype)
             if name == "reduce_sum" and jnp.issubdtype(dtype, jnp.floating)
