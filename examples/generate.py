@@ -126,7 +126,9 @@ def trained(folder: Path) -> tuple[dict, dict]:
     with Checkpoints(folder / "checkpoints", read_only=True) as checkpoints:
         info = checkpoints.info()
         try:
-            model = llama.Config(**info["config"]["model"])
+            saved = info["config"]["model"]
+            scaling = tuple(saved.get("rope_scaling", ()))  # JSON knows lists alone
+            model = llama.Config(**saved | {"rope_scaling": scaling})
         except (KeyError, TypeError) as error:
             raise ValueError(
                 f"the checkpoint in `{folder}` is of another program: no config of its model "

@@ -61,7 +61,7 @@ def test_flops_are_those_of_the_experts_that_a_token_goes_to(monkeypatch):
     config = train.Config(
         model=dataclasses.replace(EXPERTS, capacity=2.0), batch=batch, length=length
     )
-    monkeypatch.setattr(train, "memory", lambda grads: lambda *args: "")
+    monkeypatch.setattr(progress, "memory", lambda grads: lambda *args: "")
     ran, model = progress.forecast(config, mesh_of(dp=1, tp=2, ep=4))
     assert model.model_flops == wanted
     assert int(ran.model_flops) > wanted  # pyright: ignore[reportArgumentType]

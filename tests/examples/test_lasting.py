@@ -48,7 +48,7 @@ def fit(folder: Path, *, dp: int = 1, stop: Stop | None = None, **changed):
     config = dataclasses.replace(CONFIG, **changed)
     resume = (folder / "run.json").exists()
     run.begin(folder, dataclasses.asdict(config), resume=resume)
-    train.fit(config, mesh_of(dp), ROWS, folder, stop or Stop())
+    train.fit(config, mesh_of(dp), ROWS, folder, Stop() if stop is None else stop)
     return lines_in(folder)
 
 

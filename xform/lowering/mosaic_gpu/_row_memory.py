@@ -82,7 +82,7 @@ class Hardware:
 
 def _inline(*arguments, result=None) -> Callable[[Callable], Callable]:
     """Marks a function of Mosaic's context, which is Mosaic's to give, and these arguments."""
-    return plgpu.inline_mgpu(arg_types=arguments, return_type=() if result is None else result)
+    return plgpu.inline_mgpu(arg_types=arguments, return_type=result)
 
 
 def _number(scalar) -> ir.Value:

@@ -168,7 +168,7 @@ class Tile:
         found, start = [], 0
         for n in lengths:
             found += self.cut(row, start, n)
-            start += n
+            start += int(n)
         return tuple(found)
 
     def cut(self, row: tuple[Part, ...], start: int, length: int) -> tuple[Part, ...]:
@@ -289,14 +289,14 @@ def _slice(tile: Tile, eqn: JaxprEqn, x) -> Value:
     ]
     if not cut or not isinstance(x, tuple):
         return x
-    return tile.cut(x, eqn.params["start_indices"][cut[0]], type_of(out).shape[cut[0]])
+    return tile.cut(x, int(eqn.params["start_indices"][cut[0]]), type_of(out).shape[cut[0]])
 
 
 def _split(tile: Tile, eqn: JaxprEqn, x) -> list[Value]:
     found, start = [], 0
     for n in eqn.params["sizes"]:
-        found.append(tile.cut(x, start, n))
-        start += n
+        found.append(tile.cut(x, start, int(n)))
+        start += int(n)
     return found
 
 
