@@ -234,7 +234,7 @@ def committed(folder: Path) -> list[int]:
     return sorted(int(x.name) for x in (folder / "checkpoints").glob("*") if x.name.isdigit())
 
 
-def live(life: Life, limit: float = 120.0) -> Outcome:
+def live(life: Life, limit: float = 600.0) -> Outcome:
     """Starts processes, lets the fault come, and ends them all once one has ended badly."""
     fault, start = FAULTS.get(life.fault or "", Fault()), time.monotonic()
     logs = [str(life.folder.parent / f"{life.folder.name}-{r}.log") for r in range(life.processes)]
