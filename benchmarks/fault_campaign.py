@@ -133,9 +133,12 @@ def work(life: Life, rank: int, log: str) -> None:
     if life.fault and rank == life.rank:
         FAULTS[life.fault].install(life)
     with run.told(train.__file__):
-        processes.join(f"localhost:{life.port}", life.processes, rank, seconds=60)
-        with processes.each_for_itself(train.__file__):
-            train.main(config_of(life, rank))
+        processes.join(f"localhost:{life.port}", life.processes, rank)
+        try:
+            with processes.each_for_itself(train.__file__):
+                train.main(config_of(life, rank))
+        finally:
+            jax.distributed.shutdown()  # a fork has no end of its own that does
 
 
 def config_of(life: Life, rank: int):
@@ -234,7 +237,7 @@ def committed(folder: Path) -> list[int]:
     return sorted(int(x.name) for x in (folder / "checkpoints").glob("*") if x.name.isdigit())
 
 
-def live(life: Life, limit: float = 120.0) -> Outcome:
+def live(life: Life, limit: float = 600.0) -> Outcome:
     """Starts processes, lets the fault come, and ends them all once one has ended badly."""
     fault, start = FAULTS.get(life.fault or "", Fault()), time.monotonic()
     logs = [str(life.folder.parent / f"{life.folder.name}-{r}.log") for r in range(life.processes)]

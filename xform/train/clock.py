@@ -75,8 +75,8 @@ class Clock:
 
     def lost_before(self, since: float | None) -> None:
         """Counts as lost what went by from a point of time to the beginning of this process."""
-        if since is not None:
-            self._spent["lost"] += max(0.0, self.began - since)
+        if since is not None and since < self.began:
+            self._spent["lost"] += self.began - since
 
     def lost_since(self, since: float | None) -> None:
         """Counts as lost all that went by from a point of time to now."""
