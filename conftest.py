@@ -37,6 +37,7 @@ _NEEDS = {
     "xform/train/order.py": "grain",
     "xform/train/records.py": "pyarrow",
     "xform/train/metrics.py": "matplotlib",
+    "tests/examples/transformers_judge.py": "torch",
     "tests/primitives/torch_judge.py": "torch",
 }
 collect_ignore = [path for path, package in _NEEDS.items() if not find_spec(package)]

@@ -100,6 +100,7 @@ def test_a_bad_batch_is_left_out_for_good(tmp_path, bad, factor, capsys):
     assert [x["loss"] for x in fit(tmp_path / "b")] == [x["loss"] for x in lines]
 
 
+@pytest.mark.slow
 def test_a_run_that_is_bad_again_and_again_ends(tmp_path, bad):
     losses, _ = bad
     losses.update(dict.fromkeys(range(2, 9), math.nan))

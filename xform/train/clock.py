@@ -164,7 +164,11 @@ class Pace:
 
 
 def process_start() -> float:
-    """Returns when this process began, in seconds since 1970; where no one knows, now."""
+    """Returns when this process began, in seconds since 1970; where no one knows, now.
+
+    >>> process_start() <= time.time()
+    True
+    """
     try:
         ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
         up = float(Path("/proc/uptime").read_text().split()[0])

@@ -190,7 +190,11 @@ class Mixture:
 
 
 def first(rows: Source, size: int) -> Int[np.ndarray, "some"]:
-    """Returns the numbers of the first rows, `size` of them if there are; see `Mixture.first`."""
+    """Returns the numbers of the first rows, `size` of them if there are; see `Mixture.first`.
+
+    >>> first(pack([np.arange(12)], length=2), 4)
+    array([0, 1, 2, 3])
+    """
     return rows.first(size) if isinstance(rows, Mixture) else np.arange(min(size, count(rows)))
 
 
@@ -255,6 +259,9 @@ def rows_here(sharding: jax.sharding.Sharding, shape: tuple[int, int]) -> Bool[n
     Args:
       sharding: How the batch is split.
       shape: Of the batch: rows, and tokens in a row.
+
+    >>> rows_here(jax.sharding.SingleDeviceSharding(jax.devices()[0]), (3, 8))
+    array([ True,  True,  True])
     """
     found = np.zeros(shape[0], bool)
     for index in sharding.addressable_devices_indices_map(shape).values():
@@ -279,6 +286,13 @@ def batches(
       ahead: How many steps are read before they are asked for, at least 1.
       number: Which batch a step has, where some are left out.
       options: Those of `batch`.
+
+    >>> from contextlib import closing
+    >>> from itertools import islice
+    >>> rows = pack([np.arange(12)], length=2)
+    >>> with closing(batches(rows, 1, size=2, seed=0)) as parts:
+    ...     [part.tokens[:, 0].tolist() for part in islice(parts, 2)]
+    [[2, 0], [8, 4]]
     """
     import grain
 

@@ -173,7 +173,15 @@ def replace(path: Path, data: bytes) -> None:
 
 
 def entries(path: Path) -> list[dict]:
-    """Returns the lines of a `metrics.jsonl`, up to one that was cut off."""
+    """Returns the lines of a `metrics.jsonl`, up to one that was cut off.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     path = Path(folder, "metrics.jsonl")
+    ...     _ = path.write_text('{"step": 1}\\n{"st')
+    ...     entries(path)
+    [{'step': 1}]
+    """
     found = []
     for line in path.read_text().splitlines() if path.exists() else []:
         try:

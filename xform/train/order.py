@@ -58,6 +58,9 @@ def fingerprint(order: Order, rows: int) -> str:
     Args:
       order: Which row each sample is.
       rows: How many there are.
+
+    >>> fingerprint(order((4,), (1.0,), seed=0), 4) == fingerprint(order((4,), (1.0,), seed=1), 4)
+    False
     """
     some = [*range(16), *range(rows, rows + 16)]  # of two epochs
     return f"crc32 {zlib.crc32(np.array([order[i] for i in some], '<i8').tobytes()):08x}"

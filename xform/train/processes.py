@@ -34,6 +34,8 @@ def join(coordinator: str | None, processes: int, process: int, *, seconds: floa
       processes: How many there are.
       process: Which one this is.
       seconds: How long to wait for the others.
+
+    >>> join(None, 1, 0)  # there are no others
     """
     if processes == 1:
         return
@@ -57,6 +59,12 @@ def meet(processes: int) -> None:
     Raises:
       ValueError: There are more or fewer processes.
       RuntimeError: A sum over all devices is wrong.
+
+    >>> meet(1)
+    >>> meet(2)
+    Traceback (most recent call last):
+        ...
+    ValueError: 2 processes were asked for, and 1 are there: give each the same `--processes` and ...
     """
     if jax.process_count() != processes:
         raise ValueError(
@@ -86,6 +94,8 @@ def wait(name: str, *, seconds: float = 600.0) -> None:
 
     Raises:
       TimeoutError: Not all came in time; it names the ranks that did not.
+
+    >>> wait("begin")  # there are no others
     """
     _waited[name] += 1
     try:
@@ -105,7 +115,12 @@ def wait(name: str, *, seconds: float = 600.0) -> None:
 
 
 def asked_to(stop: Stop) -> bool:
-    """Returns whether any process was asked to stop, for all of them to do so after this step."""
+    """Returns whether any process was asked to stop, for all of them to do so after this step.
+
+    >>> stop = Stop()
+    >>> asked_to(stop)
+    False
+    """
     asked = bool(stop)
     if jax.process_count() == 1:
         return asked
@@ -115,7 +130,11 @@ def asked_to(stop: Stop) -> bool:
 
 
 def all_agree(good: bool) -> bool:
-    """Returns whether it is so in all processes."""
+    """Returns whether it is so in all processes.
+
+    >>> all_agree(True), all_agree(False)
+    (True, False)
+    """
     return bool(np.all(process_allgather(np.array(good))))
 
 
@@ -128,6 +147,12 @@ def each_for_itself(program: str) -> Iterator[None]:
 
     Args:
       program: The file of the program, as `run.told` takes it.
+
+    >>> with each_for_itself("train.py"):  # of one process, an error is what it was
+    ...     raise ValueError("no data")
+    Traceback (most recent call last):
+        ...
+    ValueError: no data
     """
     try:
         yield
@@ -141,7 +166,11 @@ def each_for_itself(program: str) -> Iterator[None]:
 
 
 def own(folder: Path) -> Path:
-    """Returns where this process notes its numbers: the run's folder, or one in it."""
+    """Returns where this process notes its numbers: the run's folder, or one in it.
+
+    >>> own(Path("run")).name
+    'run'
+    """
     if not jax.process_index():
         return folder
     folder = folder / f"process-{jax.process_index()}"

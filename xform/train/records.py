@@ -77,6 +77,9 @@ def hold_tokens(path: Path, *, dtype: str | None = None, column: str | None = No
     Args:
       path: The file. Of one that can't be read, its reader says so.
       dtype, column: As in `read_records`.
+
+    >>> hold_tokens(Path("a.array_record"), dtype="uint16"), hold_tokens(Path("a.array_record"))
+    (True, False)
     """
     if not _is_parquet(path):
         return dtype is not None
@@ -107,6 +110,13 @@ def read_records(
     Raises:
       ValueError: Lists every file that can't be read, with the reason.
       OSError: There is no room for the tokens.
+
+    >>> import tempfile, pyarrow as pa, pyarrow.parquet as pq
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     pq.write_table(pa.table({"text": ["ab", "c"]}), path := Path(folder, "a.parquet"))
+    ...     found = read_records([path], lambda text: np.frombuffer(text, np.uint8), codes=256)
+    >>> [document.tolist() for document in found]
+    [[97, 98], [99]]
     """
 
     def of_text(text: bytes) -> np.ndarray:

@@ -23,7 +23,11 @@ def batch_number(step: int, skipped: Collection[int]) -> int:
 
 
 def skipped_of(run: Mapping) -> frozenset[int]:
-    """Returns the batches that a run leaves out, by its `run.json`."""
+    """Returns the batches that a run leaves out, by its `run.json`.
+
+    >>> sorted(skipped_of({"skipped": [{"batch": 5, "step": 6, "reason": "a jump"}]}))
+    [5]
+    """
     return frozenset(skip["batch"] for skip in run.get("skipped", ()))
 
 

@@ -37,6 +37,9 @@ def check(gradients: Callable[[Rows], PyTree], rows: Rows, replicas: int, step: 
     Raises:
       Corruption: They differ; it names leaves and replicas, and where a third one judges between
         them, which of the two is wrong.
+
+    >>> rows = Rows(*[np.arange(8).reshape(4, 2).astype(np.int32)] * 3)
+    >>> check(lambda rows: rows.labels[rows.labels != -1], rows, replicas=2, step=7)
     """
     first = step % replicas
     second = (first + 1) % replicas

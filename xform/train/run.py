@@ -97,13 +97,24 @@ def note(folder: Path | str, **values: Any) -> None:
     Raises:
       FileNotFoundError: There is no run in the folder.
       OSError: It can't be written to.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     path = begin(folder, {})
+    ...     note(path, skipped=[])
+    ...     read_run(path)["skipped"]
+    []
     """
     run = read_run(folder) | values
     replace(Path(folder) / "run.json", (json.dumps(run, indent=2) + "\n").encode())
 
 
 def first_start(folder: Path | str) -> float | None:
-    """Returns when a run was first started, in seconds since 1970; None where there is none."""
+    """Returns when a run was first started, in seconds since 1970; None where there is none.
+
+    >>> first_start("nowhere") is None
+    True
+    """
     if not (Path(folder) / "run.json").exists():
         return None
     starts = read_run(folder)["starts"]
@@ -299,7 +310,11 @@ def told(program: str) -> Iterator[None]:
 
 
 def ending(error: BaseException, program: str) -> tuple[str, int]:
-    """Returns what is said of an error that ends the process, and with which exit code."""
+    """Returns what is said of an error that ends the process, and with which exit code.
+
+    >>> ending(SystemExit(75), "train.py")
+    ('', 75)
+    """
     if isinstance(error, SystemExit):
         return "", error.code if isinstance(error.code, int) else 1
     if isinstance(error, KeyboardInterrupt):

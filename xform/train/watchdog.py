@@ -112,7 +112,11 @@ class Watchdog:
 
 
 def signs(folder: Path, ranks: int) -> dict[int, dict]:
-    """Returns the last sign of life of each rank."""
+    """Returns the last sign of life of each rank.
+
+    >>> signs(Path("nowhere"), 1)
+    {0: {'beat': 0, 'step': 0, 'phase': 'start'}}
+    """
     found = {}
     for rank in range(ranks):
         try:
