@@ -178,7 +178,7 @@ def entries(path: Path) -> list[dict]:
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     path = Path(folder, "metrics.jsonl")
-    ...     _ = path.write_text('{"step": 1}\\n{"st')
+    ...     _ = path.write_text('{"step": 1}' + chr(10) + '{"st')
     ...     entries(path)
     [{'step': 1}]
     """
