@@ -44,8 +44,8 @@ print(f"{model.flops_per_token * TRAINED:.2g} FLOP in all")
 # %%
 peak = device("H100").peak["bfloat16"]
 for count in (8, 16_384, 131_072):
-    days = model.flops_per_token * TRAINED / (count * peak) / DAY
-    print(f"{count:>7,} GPUs at their peak: {days:10,.1f} days")
+    least = model.flops_per_token * TRAINED / (count * peak) / DAY
+    print(f"{count:>7,} GPUs at their peak: {least:10,.1f} days")
 
 # %% [markdown]
 # A node of eight would need 158 years. 131,072 of them would need under four days, if they did
@@ -154,8 +154,9 @@ sizes = (4, 8, 16, 32)
 plans = [predict(4096, layout(4096, pp=pp)) for pp in sizes]
 taxes(middle, plans, list(map(str, sizes)), "pp: ranks of the pipeline", "4,096 devices, tp = 8")
 sizes = (1, 2, 4, 8)
-ways = [dict(schedule="interleaved" if n > 1 else "1f1b", chunks=n) for n in sizes]
-plans = [predict(16_384, layout(16_384, **way)) for way in ways]
+names = ["1f1b" if n == 1 else "interleaved" for n in sizes]
+ways = zip(names, sizes, strict=True)
+plans = [predict(16_384, layout(16_384, schedule=name, chunks=n)) for name, n in ways]
 taxes(right, plans, list(map(str, sizes)), "stages of each rank", "16,384 devices, tp = 8, pp = 16")
 left.set(ylabel="a step (times what it takes at peak)")
 left.legend(frameon=False, loc="upper left", fontsize=8)
