@@ -5,7 +5,7 @@ A run is known by contents: its tokens, those held out and its tokenizer, wherev
 
 import dataclasses
 import sysconfig
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 import jax
@@ -16,6 +16,7 @@ from settings import FREE, Config, kinds, known_of
 from xform.train import files, order, run
 from xform.train.checkpoint import Checkpoints
 from xform.train.data import NO_LABEL, Mixture, Source, batch, count, first, order_of
+from xform.train.recovery import batch_number
 
 
 def tokenizer_for(config: Config) -> files.Tokenizer | None:
@@ -97,9 +98,16 @@ def random_of(config: Config) -> dict:
     return {"seed": config.seed, "generator": impl, "same_on_all_meshes": same}
 
 
-def position(config: Config, mesh: Mesh, done: int) -> dict:
-    """Returns where a run is: the steps that it has seen, its next sample, and on what it ran."""
-    at = {"step": done, "sample": done * config.batch}
+def position(config: Config, mesh: Mesh, done: int, skipped: Collection[int] = ()) -> dict:
+    """Returns where a run is: the steps that it has seen, its next sample, and on what it ran.
+
+    Args:
+      config: That of the run.
+      mesh: What it runs on.
+      done: How many steps it has seen.
+      skipped: The batches that it leaves out.
+    """
+    at = {"step": done, "sample": batch_number(done, skipped) * config.batch}
     return {**at, "mesh": dict(mesh.shape), "processes": jax.process_count()}
 
 

@@ -146,7 +146,7 @@ def fit(
                 last = processes.asked_to(stop)  # asked once: what it is asked for is saved
                 if last or done == config.steps or done % config.save_every == 0:
                     with clock.phase("save"):
-                        at = position(config, mesh, done)
+                        at = position(config, mesh, done, lasting.skipped)
                         checkpoints.save(done, lasting.at_rest(), {**info, **at})
                 if last:
                     break

@@ -456,3 +456,16 @@ def test_schedule_is_named_where_it_decides():
         lambda t, i: (t + jnp.sort((x + i) @ x).sum(), None), 0.0, jnp.arange(16.0)
     )[0]
     assert not memory(scanned, device="H200")(f32(256, 256)).depends_on_schedule
+
+
+@pytest.mark.parametrize("device", ["cpu", "H200"])
+def test_dims_of_one_element_that_come_and_go_leave_attention_its_shape(device):
+    """Values that differ by these alone are one buffer; an operation goes by its own types."""
+
+    def loss(q, k, v):
+        q, k, v = (x[None, :, None] for x in (q, k, v))
+        return flex_attention(q, k, v, mask_mod=causal()).sum()
+
+    struct = jax.ShapeDtypeStruct((256, 16), jnp.float32)
+    step = jax.grad(loss, (0, 1, 2))
+    assert 3 * 2**14 <= memory(step, device=device)(*[struct] * 3).outputs < 2**17

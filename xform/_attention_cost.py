@@ -82,7 +82,7 @@ class _Call:
     @classmethod
     def of(cls, node: Node) -> _Call:
         params = node.eqn.params
-        avals = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in node.ins]
+        avals = _types(node)
         if node.name == "flex_attention":
             spec = params["spec"]
             n = 3 + len(spec.reads)
@@ -160,8 +160,12 @@ def _outer(fn: TileFn) -> str:
 
 def attention_program(node: Node) -> Jaxpr:
     """The program that the blockwise lowering makes of an attention equation."""
-    avals = tuple(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in node.ins)
-    return _program(node.eqn.primitive, tuple(node.eqn.params.items()), avals)
+    return _program(node.eqn.primitive, tuple(node.eqn.params.items()), tuple(_types(node)))
+
+
+def _types(node: Node) -> list[jax.ShapeDtypeStruct]:
+    """The types of the operands. Values that differ by dimensions of one element may be one."""
+    return [jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype) for x in node.eqn.invars]
 
 
 @functools.lru_cache(maxsize=64)

@@ -336,7 +336,7 @@ def _takes_product(node: Node) -> bool:
 def _takes_convolution(node: Node) -> bool:
     """Whether it is a plain one of images, with more than a few features."""
     params, numbers = node.eqn.params, node.eqn.params["dimension_numbers"]
-    image, out = node.ins[0].aval.shape, node.outs[0].aval.shape
+    image, out = aval(node.eqn.invars[0]).shape, node.outs[0].aval.shape
     features = image[numbers.lhs_spec[1]], out[numbers.out_spec[1]]
     plain = params["batch_group_count"] == 1 and set(params["lhs_dilation"]) == {1}
     return plain and len(image) == 4 and max(features) > 16 and not reordered(node)

@@ -88,6 +88,8 @@ def test_a_bad_batch_is_left_out_for_good(tmp_path, bad, factor, capsys):
     # Back from step 26 to the checkpoint of 24, whose next batch comes once more.
     assert seen == [*range(26), 24, *range(26, 31)]
     (skip,) = run.read_run(tmp_path / "a")["skipped"]
+    with Checkpoints(tmp_path / "a" / "checkpoints", read_only=True) as checkpoints:
+        assert checkpoints.info()["sample"] == 31 * CONFIG.batch, "the next one, one left out"
     assert (skip["batch"], skip["step"]) == (25, 26)
     assert skip["reason"].startswith("step 26 ")
     assert "back at step 24, without batch 25" in capsys.readouterr().out
