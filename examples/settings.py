@@ -114,7 +114,7 @@ class Config:
         "class Stack:\n    def push(self, item):\n        self.items.append(item)\n        self."
     )
     """The beginning of the texts that the trained model is asked for."""
-    temperature: float = 0.3
+    temperature: float = 0.5
 
 
 # What may be another when a run goes on. Its data, what is held out and its tokenizer are known by

@@ -11,7 +11,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import llama
-from xform import memory
+from xform import causal, flex_attention, memory
 from xform._buffers import Plan
 from xform._hlo import compile_for
 from xform._program import merge, program, prune
