@@ -132,6 +132,7 @@ def test_the_time_of_a_run_adds_up(tmp_path):
     assert "lost" not in lines[4]["seconds"] or lines[4]["seconds"]["lost"] == 0
 
 
+@pytest.mark.slow
 def test_replicas_are_compared_now_and_then(tmp_path, monkeypatch):
     plain = fit(tmp_path / "plain", dp=4, steps=6)
     lines = fit(tmp_path / "replayed", dp=4, steps=6, replay_every=2)

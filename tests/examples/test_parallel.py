@@ -121,6 +121,7 @@ def test_twenty_steps_have_the_losses_of_one_device(axes, layout):
     np.testing.assert_allclose(losses_on(axes, layout, 20), one_device()[:20], rtol=0, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_the_partitioner_alone_has_them_too():
     found = losses_on((4, 2), Layout(), 8, train_pjit.training, train_pjit.automatic)
     np.testing.assert_allclose(found, one_device()[:8], rtol=0, atol=1e-5)
