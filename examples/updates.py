@@ -6,7 +6,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import hugging_face
@@ -44,8 +44,9 @@ def first_state(
         params = {"params": hugging_face.load(weights, placed)[1]}
         params = pipelined.in_ranks(params, schedule)["params"]
     state = optimizer.init(params)
-    # Moments lie as their parameters do. What counts steps is a scalar on one device, so far.
-    on_mesh = lambda x: x if x.ndim else place(x, shardings(mesh, P()))
+    # Moments lie as their parameters do. What has no parameter's shape is on one device, so far.
+    there = lambda x: isinstance(x.sharding, NamedSharding)
+    on_mesh = lambda x: x if there(x) else place(x, shardings(mesh, P()))
     return {"params": params, "optimizer": jax.tree.map(on_mesh, state)}
 
 
