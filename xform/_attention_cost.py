@@ -24,7 +24,7 @@ from jax.interpreters import partial_eval as pe
 
 from xform._amount import constant, exact
 from xform._compat import Jaxpr, Var, jaxpr_as_fun
-from xform._cost_rules import RULES, Work
+from xform._cost_rules import RULES, Work, aval
 from xform._program import Node, content
 from xform.jaxpr import walk
 from xform.lowering import blockwise
@@ -165,7 +165,7 @@ def attention_program(node: Node) -> Jaxpr:
 
 def _types(node: Node) -> list[jax.ShapeDtypeStruct]:
     """The types of the operands. Values that differ by dimensions of one element may be one."""
-    return [jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype) for x in node.eqn.invars]
+    return [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in map(aval, node.eqn.invars)]
 
 
 @functools.lru_cache(maxsize=64)
