@@ -122,17 +122,8 @@ class Config:
 FREE = (
     *("dp", "cp", "tp", "ep", "layout", "pp", "schedule", "microbatches", "executor"),
     *("coordinator", "processes", "process"),
-    *(
-        "run",
-        "resume",
-        "save_every",
-        "keep",
-        "keep_every",
-        "prompt",
-        "temperature",
-        "explain",
-        "held_out_rows",
-    ),
+    *("run", "resume", "save_every", "keep", "keep_every"),
+    *("prompt", "temperature", "explain", "held_out_rows"),
     *("data", "held_out", "tokenizer"),
     *("hang", "max_skips", "spike", "replay_every", "slow", "tensorboard", "profile"),
 )

@@ -22,9 +22,9 @@ import llama
 import steps
 import train
 from parallel import Layout
+from tests.examples.test_train import StopAfter
 from xform.sharding import make_mesh
 from xform.train.data import encode, pack
-from xform.train.run import Stop
 
 STEPS = 9
 TINY = train.Config(
@@ -46,15 +46,6 @@ ONE = On(dict(dp=1, tp=1), {})
 SPLIT = On(dict(dp=4, tp=2), dict(layout=Layout(fsdp=True, sequence=True)))
 PIPE = On(dict(dp=2, pp=2, tp=2), dict(pp=2, schedule="1f1b", microbatches=4))
 LONG_PIPE = On(dict(dp=1, pp=2, tp=2), dict(pp=2, schedule="zb-h1", microbatches=2))
-
-
-class StopAfter(Stop):
-    def __init__(self, steps: int):
-        self.left = steps
-
-    def __bool__(self):
-        self.left -= 1
-        return self.left <= 0
 
 
 def rows():
