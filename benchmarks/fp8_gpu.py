@@ -30,9 +30,12 @@ from jax import lax  # noqa: E402
 
 from xform import POLICIES, native, precision, quantise  # noqa: E402
 from xform._precision._products import Options, product  # noqa: E402
+from xform.primitives.scaled_product import by_kernel, scaled_product  # noqa: E402
 
 ROUNDS, CALLS = 9, 10
 DIMS = (((1,), (0,)), ((), ()))
+MARKS = {"scaled_product": "our kernel", "matmul$f8": "cublasLt f8", "triton": "Triton"}
+"""How a program's text tells what multiplies."""
 
 
 def in_policy(name: str) -> Callable:
@@ -47,8 +50,16 @@ def bf16(x, y, state):
 
 
 def elements(x, y, scale):
-    """The product alone: elements and scales are there."""
-    out = lax.dot_general(x, y, DIMS, preferred_element_type=jnp.float32)
+    """The product alone: elements and scales are there, numbers to sum over last."""
+    if by_kernel(x, y, jnp.bfloat16):
+        return scaled_product(x, y, scale, jnp.bfloat16)
+    return elements_by_xla(x, y, scale)
+
+
+def elements_by_xla(x, y, scale):
+    """The same by XLA."""
+    last = (((1,), (1,)), ((), ()))
+    out = lax.dot_general(x, y, last, preferred_element_type=jnp.float32)
     return (out * scale).astype(jnp.bfloat16)
 
 
@@ -68,6 +79,7 @@ def rows(size: int) -> dict[str, tuple[Callable, tuple]]:
     x, y = (jax.random.normal(key, (size, size), jnp.bfloat16) for key in keys)
     state = jnp.full((3, 16), 6.0)
     qx, qy = quantise(x, "e4m3"), quantise(y, "e4m3")
+    alone = qx.elements, qy.elements.T, qx.scale * qy.scale
     wide = y.astype(jnp.float32)
     # A weight in float32, and an activation that is a product's result, as inside of a model.
     layer = lambda name: lambda x, y: precision(lambda x, y: x @ y, name)(x, y)
@@ -75,7 +87,8 @@ def rows(size: int) -> dict[str, tuple[Callable, tuple]]:
         "bf16": (bf16, (x, y, state)),
         "fp8, scales of today": (in_policy("fp8"), (x, y, state)),
         "fp8, delayed scales": (in_policy("fp8_delayed"), (x, y, state)),
-        "fp8, the product alone": (elements, (qx.elements, qy.elements, qx.scale * qy.scale)),
+        "fp8, the product alone": (elements, alone),
+        "fp8, the product alone, by XLA": (elements_by_xla, alone),
         "bf16, three products": (both_passes(bf16), (x, y, state)),
         "fp8, three products": (both_passes(in_policy("fp8")), (x, y, state)),
         "fp8 delayed, three products": (both_passes(in_policy("fp8_delayed")), (x, y, state)),
@@ -120,7 +133,7 @@ def main() -> None:
         base = "bf16 policy, float32 operands" if "operands" in name else base
         ms, flops = 1e3 * median(found), 2 * size**3 * (3 if "three" in name else 1)
         text: str = runs[name].as_text() or ""
-        how = "cublasLt f8" if "matmul$f8" in text else "Triton" if "triton" in text else ""
+        how = next((how for mark, how in MARKS.items() if mark in text), "")
         print(
             f"| {name:30} | {ms:7.3f} | {flops / ms / 1e9:7.0f} "
             f"| {median(times[base]) / median(found):6.2f} | {errors[name]:.1e} | {how} |"

@@ -368,7 +368,7 @@ def _multiply_adds(eqn: JaxprEqn, count: int) -> Work:
     return Work(matrix=(8 if _weight(x) == 2 else 2) * count, kind=kind)
 
 
-@cost_rule("dot_general", "scaled_dot", "scaled_matmul_wrapper", "scaled_matmul")
+@cost_rule("dot_general", "scaled_dot", "scaled_matmul_wrapper", "scaled_matmul", "scaled_product")
 @_by_type("dimension_numbers", "precision")
 def _dot_general(eqn: JaxprEqn) -> Work:
     numbers = eqn.params.get("dimension_numbers")

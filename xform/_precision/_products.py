@@ -12,6 +12,7 @@ next state: the only way in which what the backward pass saw can leave it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -25,6 +26,7 @@ from xform._compat import varying_axes
 from xform._precision._formats import FORMATS, encode, quantise, scale_of
 from xform._precision._policy import Products
 from xform._single import single
+from xform.primitives.scaled_product import by_kernel, scaled_product
 
 type Dims = tuple[tuple[Sequence[int], Sequence[int]], tuple[Sequence[int], Sequence[int]]]
 
@@ -160,10 +162,14 @@ def _backward(options, saved, ct, history):
     along = [x_sum[i] for i in np.argsort(y_sum)]
     dx = lax.transpose(dx, np.argsort([*x_batch, *x_free, *along]))
 
-    dims = ((tuple(of_x), tuple(x_free)), (tuple(range(n)), tuple(x_batch)))
-    dy = _multiply(cot(tuple(of_x)), side(x, x_free), dims, options.compute)
-    along = [y_sum[i] for i in np.argsort(x_sum)]
-    dy = lax.transpose(dy, np.argsort([*y_batch, *y_free, *along]))
+    summed, batch = (tuple(of_x), tuple(x_free)), (tuple(range(n)), tuple(x_batch))
+    sides, along = (cot(summed[0]), side(x, x_free)), [y_sum[i] for i in np.argsort(x_sum)]
+    order = [*y_batch, *y_free, *along]
+    if min(y_sum, default=0) < min(y_free, default=0):  # as a weight `[in, out]`: no transpose
+        summed, batch, sides = summed[::-1], batch[::-1], sides[::-1]
+        order = [*y_batch, *along, *y_free]
+    dy = _multiply(*sides, (summed, batch), options.compute)
+    dy = lax.transpose(dy, np.argsort(order))
     return dx.astype(like_x.dtype), dy.astype(like_y.dtype), _size(ct)
 
 
@@ -186,6 +192,16 @@ def _multiply(a: Operand, b: Operand, dims: Dims, dtype: Any, out_sharding: Any 
     if not all(v.dtype.itemsize == 1 for v in (x, y)):
         wide = jnp.float32 if scales else jnp.promote_types(x.dtype, y.dtype)
         x, y = x.astype(wide), y.astype(wide)
+    elif len(scales) == 2 and out_sharding is None and not dims[1][0]:
+        rows, cols = (_matrix(v, summed) for v, summed in zip((x, y), dims[0], strict=True))
+        if by_kernel(rows, cols, dtype):
+            free = [
+                n
+                for v, summed in zip((x, y), dims[0], strict=True)
+                for d, n in enumerate(v.shape)
+                if d not in summed
+            ]
+            return scaled_product(rows, cols, a.scale * b.scale, dtype).reshape(free)
     out = lax.dot_general(
         x, y, dims, preferred_element_type=jnp.float32 if scales else x.dtype,
         out_sharding=out_sharding,
@@ -193,3 +209,10 @@ def _multiply(a: Operand, b: Operand, dims: Dims, dtype: Any, out_sharding: Any 
     for scale in scales:
         out = out * scale
     return out.astype(dtype)
+
+
+def _matrix(x: Any, summed: Sequence[int]) -> Any:
+    """`[rows, K]`, of the dimensions that are summed over, in their order, as one."""
+    free = [d for d in range(x.ndim) if d not in summed]
+    size = math.prod(x.shape[d] for d in summed)
+    return lax.transpose(x, [*free, *summed]).reshape(-1, size)

@@ -19,7 +19,9 @@ from xform.jaxpr._walk import sub_jaxprs
 KINDS = ("products", "kernels", "reductions", "random", "collectives")
 
 _BY_NAME = {
-    "products": "dot_general ragged_dot ragged_dot_general conv_general_dilated scaled_matmul",
+    "products": """
+        dot_general ragged_dot ragged_dot_general conv_general_dilated scaled_matmul scaled_product
+    """,
     "random": """
         random_bits random_seed random_fold_in random_split random_gamma threefry2x32
         rng_bit_generator rng_uniform

@@ -1,4 +1,4 @@
-"""How linear cross entropy is lowered where a mesh splits its arrays.
+"""How a primitive that works on rows is lowered where a mesh splits its arrays.
 
 Inside `jax.shard_map`, also the one that it makes itself where types say how arrays are split, a
 device's program is the whole program. Where types say that a dimension of `vmap` is split, each
@@ -32,7 +32,8 @@ def register(primitive: Primitive, structs: Callable, impl: Callable) -> None:
     """Gives a primitive with several results its types, its lowering and its evaluation.
 
     Args:
-      structs: `structs(*avals, **params)`, shapes and dtypes of the results.
+      structs: `structs(*avals, **params)`, shapes and dtypes of the results; `hidden` among
+        `params` is how many dimensions `vmap` has added in front, 0 without.
       impl: `impl(*args, device, auto, **params)`: `device` is what the program is lowered for, on
         platform "cpu", "cuda" or "default", and `auto` says whether the partitioner may split
         arrays. `outs` among `params` are those of one device.
@@ -42,10 +43,10 @@ def register(primitive: Primitive, structs: Callable, impl: Callable) -> None:
         # What `shard_map` and one device have not.
         devices = getattr(ctx.module_context.axis_context, "device_assignment", None)
         device = Device(platform, *(cuda_device(ctx) if platform == "cuda" else (None, None)))
-        split = _instances(ctx.avals_in, params["hidden"])
+        split = _instances(primitive.name, ctx.avals_in, params.get("hidden", 0))
         auto = len(devices or ()) > 1 and not split
         if auto:
-            check_export("linear_cross_entropy", ctx)
+            check_export(primitive.name, ctx)
         lower = partial(impl, device=device, auto=auto)
         if split:
             lower = _on_instances(lower, structs, ctx.avals_in, split)
@@ -55,7 +56,7 @@ def register(primitive: Primitive, structs: Callable, impl: Callable) -> None:
         return mlir.lower_fun(lower, multiple_results=True)(ctx, *args, **params)
 
     def types(*avals, **params):
-        split = _instances(avals, params["hidden"])
+        split = _instances(primitive.name, avals, params.get("hidden", 0))
         return [_type(s, avals, split) for s in structs(*avals, **params)]
 
     primitive.def_impl(partial(apply_primitive, primitive))
@@ -70,7 +71,7 @@ type Split = dict[int, str | tuple[str, ...]]
 """Of dimensions that `vmap` added: the explicit mesh axes that split them."""
 
 
-def _instances(operands: Sequence[ShapedArray], hidden: int) -> Split:
+def _instances(name: str, operands: Sequence[ShapedArray], hidden: int) -> Split:
     """How the types of operands say that the dimensions of `vmap` are split.
 
     Raises:
@@ -84,12 +85,12 @@ def _instances(operands: Sequence[ShapedArray], hidden: int) -> Split:
             wrong.append(f"{x.dtype}{list(x.shape)} over {x.sharding.spec}")
     if wrong:
         raise NotImplementedError(
-            f"linear_cross_entropy got arrays that a mesh splits by their type: {', '.join(wrong)}."
-            " Call it inside `jax.shard_map`, where each device has tokens of its own."
+            f"{name} got arrays that a mesh splits by their type: {', '.join(wrong)}."
+            " Call it inside `jax.shard_map`, where each device has rows of its own."
         )
     if split and AxisType.Manual in operands[0].sharding.mesh.axis_types:
         raise NotImplementedError(
-            f"linear_cross_entropy under `vmap`, whose dimensions are split over {split}, and other"
+            f"{name} under `vmap`, whose dimensions are split over {split}, and other"
             " axes of the mesh split tokens or vocabulary. Call `vmap` inside `jax.shard_map` over "
             "all of these axes, or place the arrays so that only one kind is split."
         )

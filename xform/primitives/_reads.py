@@ -90,12 +90,15 @@ def _blocks(x: Array, block: int) -> Array:
 def _levels(x: Interval) -> Interval:
     """Of blocks `[n, block, *rest]`, `[levels, n, *rest]`: level j unites `2**j` from each on."""
     n = x.lo.shape[0]
-    blocks = hull(x, 1)
 
-    def double(level, j):
-        return union(level, _at(level, jnp.minimum(jnp.arange(n) + (1 << j), n - 1))), level
+    def ahead(a: Array, by: int) -> Array:
+        return jnp.concatenate([a[by:], jnp.repeat(a[-1:], by, axis=0)])
 
-    return lax.scan(double, blocks, jnp.arange(n.bit_length()))[1]
+    # Without a loop: on a GPU each of its steps would be a launch for every array that it carries.
+    levels = [hull(x, 1)]
+    for j in range(n.bit_length() - 1):
+        levels.append(union(levels[-1], jax.tree.map(partial(ahead, by=1 << j), levels[-1])))
+    return jax.tree.map(lambda *level: jnp.stack(level), *levels)
 
 
 def read(x: Array, indices: Mapping[int, Interval]) -> Interval:

@@ -54,6 +54,11 @@ class Logits:
     cut: Cut
     mma: Hardware | Twin
 
+    @property
+    def dtypes(self) -> tuple[jnp.dtype, jnp.dtype]:
+        """Of both sides of a product."""
+        return self.spec.dtype, self.spec.dtype
+
     def rows(self, x, fill=0):
         """Numbers of tokens as kernels want them, for whole tiles."""
         return jnp.pad(x, (0, -len(x) % self.cut.rows), constant_values=fill)
@@ -66,7 +71,7 @@ class Logits:
         """Of hidden states with some weights."""
         dim = self.spec.vocab_dim
         return Product(
-            self.tokens, count, self.size, dim, self.spec.dtype, self.cut, self.mma, end, dim
+            self.tokens, count, self.size, dim, self.dtypes, self.cut, self.mma, end, dim
         )
 
     def part(self, acc, bias, spot: Spot, start: int):
@@ -135,7 +140,7 @@ def add(call: Logits, total, cts, w, first, *, interpret=None) -> jax.Array:
     """
     dim = call.spec.vocab_dim
     product = Product(
-        len(cts), call.size, cts.shape[1], 1 - dim, call.spec.dtype, call.cut, call.mma,
+        len(cts), call.size, cts.shape[1], 1 - dim, call.dtypes, call.cut, call.mma,
         _Added(call), dim,
     )  # fmt: skip
     result = jax.new_ref(total)

@@ -1,14 +1,15 @@
 """A matrix product for Hopper (sm_90a) whose tiles end in registers, as the caller says.
 
 A tile is 128 rows by 256 columns, 64 rows for each of two warpgroups, which a third one feeds
-through a ring of `stages` steps of 64 numbers. The two blocks of a cluster have the same columns:
-each loads half of them, for both. Blocks stay, and walk tiles so that those which run at one time
-share rows and columns, `together` groups of rows side by side down each column: what one loads is
-in the cache for the others.
+through a ring of `stages` steps of 128 bytes, 64 numbers of 16 bits or 128 of 8. The two blocks of
+a cluster have the same columns: each loads half of them, for both. Blocks stay, and walk tiles so
+that those which run at one time share rows and columns, `together` groups of rows side by side down
+each column: what one loads is in the cache for the others.
 
-Shapes: x `[M,K]`, y `[K,N]` or `[N,K]`; on a device the last dimension of both is a multiple of 64
-and the one before of 8, as bulk copies of tiles need (the interpreter is content with 16 bytes).
-What sticks out of the arrays reads as 0.
+Shapes: x `[M,K]`, y `[K,N]` or `[N,K]`; on a device the last dimension of both is a multiple of 128
+bytes and the one before of 8, as bulk copies of tiles need (the interpreter is content with 16
+bytes). Numbers of 8 bits are multiplied along last dimensions alone. What sticks out of the arrays
+reads as 0.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from xform.lowering.mosaic_gpu._call import int32, launch, tiled
 from xform.lowering.mosaic_gpu._twins import Hardware, Twin
 
 WARPGROUPS, ROWS = 2, 64
-_SIZE = 64  # numbers of a step: 128 bytes, the widest swizzle
+_STEP = 128  # bytes: the widest swizzle
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,7 +94,7 @@ class Product:
     Attributes:
       rows, cols, size: M, N and K, as many as are visited.
       free: the dimension of y that is not summed over.
-      dtype: of x and y.
+      dtypes: of x and y; of one size.
       cut: how the work is cut.
       mma: how products are made.
       end: what becomes of a tile.
@@ -104,7 +105,7 @@ class Product:
     cols: int
     size: int
     free: int
-    dtype: jnp.dtype
+    dtypes: tuple[jnp.dtype, jnp.dtype]
     cut: Cut
     mma: Hardware | Twin
     end: End
@@ -120,8 +121,13 @@ class Product:
         return -(-self.cols // self.cut.cols)
 
     @property
+    def step(self) -> int:
+        """Numbers of a step."""
+        return _STEP // self.dtypes[0].itemsize
+
+    @property
     def steps(self) -> int:
-        return -(-self.size // _SIZE)
+        return -(-self.size // self.step)
 
     def __call__(self, out: list, x, y, first, *arrays, interpret=None) -> list:
         """Runs the kernel; `first` is int32 `[1]`, and `arrays` are for `end`."""
@@ -142,10 +148,10 @@ class Product:
             free = plgpu.ClusterBarrier(
                 collective_axes=("cluster",), num_barriers=cut.stages, num_arrivals=WARPGROUPS
             )
-        y_shape = (_SIZE, cut.cols) if self.free else (cut.cols, _SIZE)
+        y_shape = (self.step, cut.cols) if self.free else (cut.cols, self.step)
         scratch = {
-            "x": tiled((cut.stages, WARPGROUPS, ROWS, _SIZE), self.dtype),
-            "y": tiled((cut.stages, *y_shape), self.dtype),
+            "x": tiled((cut.stages, WARPGROUPS, ROWS, self.step), self.dtypes[0]),
+            "y": tiled((cut.stages, *y_shape), self.dtypes[1]),
             "acc": self.mma.accumulators(WARPGROUPS, ROWS, cut.cols),
             "full": ring(num_arrivals=WARPGROUPS + 1),
             "free": free,
@@ -195,7 +201,7 @@ class Product:
         return lax.rem(at, int32(self.cut.stages))
 
     def _load(self, x_ref, y_ref, first, smem: dict):
-        cut = self.cut
+        cut, size = self.cut, self.step
         shared = "cluster" if cut.cluster > 1 else None
 
         def load(n, row, tile):
@@ -203,13 +209,13 @@ class Product:
             def _(k):
                 at = n * self.steps + k
                 slot, full = self._slot(at), smem["full"].at[self._slot(at)]
-                starts = {self.free: tile * cut.cols, 1 - self.free: k * _SIZE}
+                starts = {self.free: tile * cut.cols, 1 - self.free: k * size}
                 starts[self.slides] += first
-                lengths = {self.free: cut.cols, 1 - self.free: _SIZE}
+                lengths = {self.free: cut.cols, 1 - self.free: size}
                 plgpu.when(at >= cut.stages)(lambda: plgpu.barrier_wait(smem["free"].at[slot]))
                 for warpgroup in range(WARPGROUPS):
                     rows = plgpu.ds(self._row(row, warpgroup), ROWS)
-                    source = x_ref.at[rows, plgpu.ds(k * _SIZE, _SIZE)]
+                    source = x_ref.at[rows, plgpu.ds(k * size, size)]
                     plgpu.copy_gmem_to_smem(source, smem["x"].at[slot, warpgroup], full)
                 part = tuple(plgpu.ds(starts[d], lengths[d]) for d in (0, 1))
                 plgpu.copy_gmem_to_smem(

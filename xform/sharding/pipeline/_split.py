@@ -41,7 +41,7 @@ _CALLS = (
     "call_hi_primitive",
 )  # fmt: skip
 _CASTS = ("pvary", "pcast")
-_PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot_general")
+_PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot_general", "scaled_product")
 
 
 @dataclass(frozen=True)
