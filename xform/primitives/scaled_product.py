@@ -45,7 +45,8 @@ def scaled_product(x: Array, y: Array, scale: Array, dtype) -> Array:
       scale: float32, one number.
       dtype: of the result `[M,N]`.
     """
-    return scaled_product_p.bind(*join_axes((x, y, scale)), dtype=jnp.dtype(dtype))[0]
+    args = join_axes((x, y, scale))
+    return scaled_product_p.bind(*args, dtype=jnp.dtype(dtype))[0]
 
 
 def _misfits(x, y) -> list[str]:
@@ -81,7 +82,8 @@ def _jvp(primals, tangents, *, dtype):
     """XLA's product has the derivative; its value is dropped for the kernel's."""
     tangents = tuple(ad.instantiate_zeros(t) for t in tangents)
     _, tangent = jax.jvp(partial(_plain, dtype=dtype), tuple(primals), tangents)
-    return [scaled_product(*primals, dtype)], [tangent]
+    x, y, scale = primals
+    return [scaled_product(x, y, scale, dtype)], [tangent]
 
 
 def _batch(args, dims, *, dtype):

@@ -21,8 +21,8 @@ STRUCT = jax.ShapeDtypeStruct
 
 def operands(rows, cols, size, kinds=(E4M3, E4M3)):
     keys = jax.random.split(jax.random.key(0))
-    shapes = (rows, size), (cols, size)
-    return [jax.random.normal(k, s).astype(t) for k, s, t in zip(keys, shapes, kinds, strict=True)]
+    of = lambda i, n: jax.random.normal(keys[i], (n, size)).astype(kinds[i])
+    return of(0, rows), of(1, cols)
 
 
 @pytest.mark.parametrize(
@@ -33,7 +33,8 @@ def operands(rows, cols, size, kinds=(E4M3, E4M3)):
     ],
 )
 def test_values_in_the_interpreter(sizes, kinds, dtype):
-    x, y = operands(*sizes, kinds)
+    rows, cols, size = sizes
+    x, y = operands(rows, cols, size, kinds)
     params = plgpu.InterpretGPUParams(detect_races=True)
     found = scaled_product(x, y, jnp.float32(0.3), dtype, interpret=params)
     wide = lambda v: np.asarray(v, np.float64)
