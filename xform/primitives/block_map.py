@@ -33,8 +33,9 @@ from xform.lowering._spec import EMPTY, FULL, PARTIAL
 from xform.primitives._intervals import RULES, Interval, default, interval
 from xform.primitives._reads import READS, hull
 
-# Tiles of a map that is made at once; a larger one is made of blocks of `_SIDE` by `_SIDE` tiles.
-_AT_ONCE, _SIDE = 2**18, 64
+# Tiles of a map that is made at once; a larger one is made of blocks of `_SIDE` by `_SIDE` tiles,
+# some of them together: a GPU pays for each step, not for tiles.
+_AT_ONCE, _SIDE, _TOGETHER = 2**18, 64, 8
 # Pairs that are evaluated at a time.
 _PAIRS = 2**18
 # The code of a tile that is undecided.
@@ -123,7 +124,10 @@ def undecided(
     [True, True, False]
     """
     grid = _Grid(mask, captures, jnp.int32(b), jnp.int32(h), (q_len, kv_len), (q_tile, kv_tile))
-    mark = lambda grid, codes, first: jnp.where(_open(grid, codes, first)[0], _MARK, codes)
+
+    def mark(grid, codes, first):
+        return jnp.where(jax.vmap(partial(_open, grid))(codes, first)[0], _MARK, codes)
+
     return _looked_into(grid, mark) == _MARK
 
 
@@ -233,9 +237,10 @@ def _mixed(args: Sequence) -> bool:
 
 
 def _looked_into(grid: _Grid, look: Callable) -> Array:
-    """What `look(grid, codes, first)` makes of all that is proven."""
+    """What `look(grid, codes, first)` makes of all that is proven, `[n,R,C]` of n blocks."""
     if math.prod(grid.sizes) <= _AT_ONCE:
-        return look(grid, _analysis(grid)(_all), (0, 0))
+        start = jnp.zeros(1, jnp.int32)
+        return look(grid, _analysis(grid)(_all)[None], (start, start))[0]
     # Under vmap one after the other: a batched loop would copy all maps in each of its steps.
     run = jax.custom_batching.sequential_vmap(
         lambda b, h, *captures: _by_blocks(grid._replace(b=b, h=h, captures=captures), look)
@@ -244,11 +249,11 @@ def _looked_into(grid: _Grid, look: Callable) -> Array:
 
 
 def _decided(grid: _Grid, codes: Array, first: tuple) -> Array:
-    """The codes `[R,C]` of the tiles from row and column `first` on, all of them decided."""
+    """The codes `[n,R,C]` of the tiles from rows and columns `first` on, all of them decided."""
     if not grid.known:
         return codes
-    undecided, *starts = _open(grid, codes, first)
-    settle = partial(_settled, grid, *starts, undecided)
+    undecided, *starts = jax.vmap(partial(_open, grid))(codes, first)
+    settle = lambda codes: lax.map(lambda x: _settled(grid, *x), (*starts, undecided, codes))
     return lax.cond(jnp.any(undecided), settle, lambda codes: codes, codes)
 
 
@@ -309,16 +314,23 @@ def _by_blocks(grid: _Grid, look: Callable) -> Array:
     """A large map: proofs for blocks of tiles, then a look into those that are partial."""
     proven = _analysis(grid, tuple(n + -n % _SIDE for n in grid.sizes))
     rough = proven(_hulls)
-    rows, cols = jnp.nonzero(rough == PARTIAL, size=rough.size, fill_value=0)
+    count = jnp.sum(rough == PARTIAL, dtype=jnp.int32)
+    size = rough.size + -rough.size % _TOGETHER
+    places = jnp.nonzero(rough == PARTIAL, size=size, fill_value=max(rough.shape))
+
+    def codes(*first):
+        return proven(partial(jax.tree.map, partial(_block, first=first)))
 
     def step(n, kinds):
-        first = tuple(x[n].astype(jnp.int32) * _SIDE for x in (rows, cols))
-        codes = proven(partial(jax.tree.map, partial(_block, first=first)))
-        return lax.dynamic_update_slice(kinds, look(grid, codes, first), first)
+        at = [lax.dynamic_slice_in_dim(x, n * _TOGETHER, _TOGETHER) for x in places]
+        first = tuple(x.astype(jnp.int32) * _SIDE for x in at)
+        blocks = look(grid, jax.vmap(codes)(*first), first)
+        return kinds.at[at[0], :, at[1], :].set(blocks, mode="drop")
 
-    kinds = jnp.repeat(jnp.repeat(rough, _SIDE, 0), _SIDE, 1)
-    kinds = lax.fori_loop(0, jnp.sum(rough == PARTIAL, dtype=jnp.int32), step, kinds)
-    return kinds[: grid.sizes[0], : grid.sizes[1]]
+    rows, cols = rough.shape
+    kinds = jnp.broadcast_to(rough[:, None, :, None], (rows, _SIDE, cols, _SIDE))
+    kinds = lax.fori_loop(0, (count + _TOGETHER - 1) // _TOGETHER, step, kinds)
+    return kinds.reshape(rows * _SIDE, cols * _SIDE)[: grid.sizes[0], : grid.sizes[1]]
 
 
 def _block(x: Array, first: tuple) -> Array:
