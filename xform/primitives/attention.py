@@ -136,7 +136,8 @@ def flex_attention(
       sinks: one logit per query head that takes part in the softmax and has no value.
       dropout_rate: the probability, below 1, with which a weight is dropped.
       dropout_key: a PRNG key, where the rate is not 0. A weight's fate depends on the key and its
-        own (b, h, q_idx, kv_idx), on nothing else.
+        own (b, h, q_idx, kv_idx), on nothing else. Inside `jax.shard_map` these are a device's
+        own, as for mods: there, `jax.random.fold_in(key, jax.lax.axis_index(name))`.
       aux: names of further results, a tuple of "lse" and "max".
       deterministic: whether a second run must give the same bits; False lets a lowering add in any
         order, if that is faster.
