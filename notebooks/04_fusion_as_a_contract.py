@@ -53,7 +53,8 @@ equations = [site.eqn for site in walk(trace(norm, x, x, weight))]
 names = [eqn.primitive.name.replace("convert_element_type", "cast") for eqn in equations]
 read = np.array([size(eqn.invars) for eqn in equations])
 written = np.array([size(eqn.outvars) for eqn in equations])
-needed = size(jax.make_jaxpr(norm)(x, x, weight).jaxpr.invars), 2 * size([equations[0].outvars[0]])
+whole = jax.make_jaxpr(norm)(x, x, weight).jaxpr
+needed = size(whole.invars), size(whole.outvars)
 
 _, ax = plt.subplots(figsize=(7.5, 3.9))
 rows = np.arange(len(equations))
@@ -67,18 +68,18 @@ ax.set(xlabel="through memory (MB)", title="4096 rows of 4096, each operation by
 ax.legend(frameon=False)
 plt.show()
 
-total, least = read.sum() + written.sum(), sum(needed)
+apart, once = read.sum() + written.sum(), sum(needed)
 h200 = xf.device("H200")
 counted = xf.cost(norm)(x, x, weight)
-print(f"one after the other {total:.0f} MB: on an H200 {total * 1e12 / h200.bandwidth:.0f} µs")
-print(f"what must be moved  {least:.0f} MB: on an H200 {least * 1e12 / h200.bandwidth:.0f} µs")
+print(f"one after the other {apart:.0f} MB: on an H200 {apart * 1e12 / h200.bandwidth:.0f} µs")
+print(f"what must be moved  {once:.0f} MB: on an H200 {once * 1e12 / h200.bandwidth:.0f} µs")
 print(f"all the arithmetic: {float(counted.flops) / h200.peak['float32'] * 1e6:.2f} µs")
 
 # %% [markdown]
-# Operation by operation, five times as much goes through memory as needs to, and most of it is
-# `wide`: the float32 copy of a number that nobody asked for, four bytes in the place of two. The
-# arithmetic is less than a hundredth of even the shortest time. So all that counts is how many of
-# these bars are left.
+# Operation by operation, almost six times as much goes through memory as needs to. Most of that is
+# `wide` and what is made of it: float32 copies that nobody asked for, four bytes a number in the
+# place of two. The arithmetic takes less than a hundredth of even the shortest time. So all that
+# counts is how many of these bars are left.
 #
 # ## The guess
 #
@@ -95,9 +96,10 @@ for kernel in on_cpu.program.kernels:
 print(f"temporaries: {on_cpu.memory['temporaries'] / 1e6:.1f} MB")
 
 # %% [markdown]
-# Five kernels, and a temporary of 8.4 MB, which is `wide * wide` or `wide`: the largest bar of all,
-# the one that should not be there. Now for a GPU. It need not be here to compile for it; from the
-# program the kernels can be counted. We take three functions, and only make their rows longer:
+# Five kernels, of the lines on the left, and a temporary of 8.4 MB: the sum in float32, written by
+# one kernel for another to read. Now for a GPU. It need not be here: `xf.explain` compiles for it
+# all the same, and counts what that has made. We take three functions, and do nothing but make
+# their rows longer:
 
 
 # %%
@@ -124,6 +126,12 @@ SUBJECTS = {  # of rows and width, the types of arguments
 }
 
 
+def least(f, args):
+    """MB of arguments and results."""
+    arrays = jax.tree.leaves((args, jax.eval_shape(f, *args)))
+    return sum(a.size * a.dtype.itemsize for a in arrays) / 1e6
+
+
 def on_h200(f, *args):
     """Kernels of a program that is compiled for an H200, and the MB that they move."""
     kernels = xf.explain(f, target="H200")(*args).program.kernels
@@ -138,12 +146,9 @@ guessed = {
 
 _, (left, right) = plt.subplots(1, 2, figsize=(10, 3.4))
 for (name, found), colour, mark in zip(guessed.items(), (BLUE, ORANGE, GREEN), "os^", strict=True):
-    _, types = SUBJECTS[name]
-    results = jax.tree.leaves(jax.eval_shape(SUBJECTS[name][0], *types(ROWS, 1)))
-    once = [sum(map(np.size, ())) + 2e-6 * ROWS * d for d in widths]
-    arrays = sum(len(t.shape) == 2 for t in types(ROWS, 1)) + len(results)
+    f, types = SUBJECTS[name]
+    moved = [mb / least(f, types(ROWS, d)) for (_, mb), d in zip(found, widths, strict=True)]
     left.semilogx(widths, [k for k, _ in found], mark + "-", color=colour, label=name, base=2)
-    moved = [mb / (arrays * o) for (_, mb), o in zip(found, once, strict=True)]
     right.semilogx(widths, moved, mark + "-", color=colour, label=name, base=2)
 left.set(ylabel="kernels (count)", ylim=(0, 8), title="what XLA makes of it for an H200")
 right.set(ylabel="moved, relative to the least", ylim=(0, 2.5), title="and what that moves")
@@ -164,9 +169,9 @@ plt.show()
 #
 # ## The contract
 #
-# `xf.fuse` promises: what is inside is **one kernel forward and one backward**, on any device that
-# it has a kernel for, at any width; or it is an error, at the time of tracing. It is an operation
-# of the program, which can be seen there. Here are the equations of a norm and its gradient:
+# `xf.fuse` promises: what is inside is **one kernel forward and one backward, or an error**, before
+# anything has run. It is an operation of the program, and can be seen there. Here are the equations
+# of our norm and its gradient:
 
 
 # %%
@@ -207,7 +212,7 @@ for eqn in jax.make_jaxpr(with_gradients(fused["norm"]))(*arguments("norm", ROWS
 # lets you run it:
 
 # %%
-print(f"{'':25} {'kernels':>8} {'temporaries':>14}")
+print(f"{'with gradients':18} {'kernels':>7} {'temporaries':>14}")
 for name in SUBJECTS:
     args = arguments(name, 2048, 1024)
     for how, f in (("XLA", SUBJECTS[name][0]), ("fuse", fused[name])):
@@ -215,14 +220,15 @@ for name in SUBJECTS:
         loops = len(report.program.loops)
         count = f"{loops} loops" if loops else len(report.program.kernels)
         kilobytes = report.memory["temporaries"] / 1e3
-        print(f"{name + ', gradients':20} {how:4} {count:>8} {kilobytes:11,.0f} kB")
+        print(f"{name:13} {how:4} {count:>7} {kilobytes:11,.0f} kB")
 
 # %% [markdown]
-# Two loops each, one forward and one backward, and temporaries that don't depend on the number of
-# rows. On the H200, the same functions with their gradients, in bytes. On the left is what each
-# moves. On the right the same numbers are points under a roof: the operations are the same, so a
-# program with fewer bytes stands further to the right, and under the slope whoever is further to
-# the right is faster by as much.
+# Two loops each, one forward and one backward, and temporaries of some blocks, however many rows
+# there are (of the gate, also an array of zeros, as which its three results begin). For the H200,
+# the same functions with their gradients, in bytes. On the left is what each moves. On the right
+# the same numbers are points under a roof: the operations are the same, so a program with fewer
+# bytes stands further to the right, and under the slope whoever is further to the right is faster
+# by as much.
 
 # %%
 moved, work = {}, {}
@@ -256,9 +262,11 @@ right.legend(frameon=False)
 plt.show()
 
 # %% [markdown]
-# All of it is at the left end of the slope: a hundred operations per byte are missing to where
-# arithmetic would count. A fused kernel is not fast because it computes well. It is fast because
-# there is nothing left to move.
+# All of it is at the lower end of the slope, two decades from where arithmetic begins to count. A
+# fused kernel is not fast because it computes well. It is fast because there is nothing left to
+# move. Only of the gate XLA moves less: both passes stand side by side here, and it has made one
+# kernel of them. In a training step the loss stands in between, which no fusion can pass; then
+# there are two, and they move what `fuse` moves.
 #
 # ## It says no
 #
@@ -286,7 +294,9 @@ except xf.FusionError as refused:
 # %% [markdown]
 # The operation, its line, the reason, and the nearest split that would be legal. A product reads
 # each row once for every column of the other factor; that is another kind of kernel, and it is not
-# this one's to make. So do as it says: one kernel before, one after.
+# this one's to make. (A device has limits, too: rows of more than 8192 numbers don't fit into the
+# registers of a GPU together with the sums of a weight's gradient, so this kernel's backward pass
+# would be refused there, with that reason.) So do as it says: one kernel before, one after.
 
 
 # %%
@@ -325,7 +335,7 @@ try:
 except xf.FusionError as refused:
     print(refused)
 found, wanted = xf.fuse(compared)(logits, labels), picked(logits, labels)
-print("\nfused, it differs by at most", f"{jnp.abs(found - wanted).max():.0e}", "nats")
+print("\nfused, it is the same to a millionth:", bool(jnp.abs(found - wanted).max() < 1e-6))
 
 # %% [markdown]
 # ## One value, one rounding
@@ -351,16 +361,16 @@ _, ax = plt.subplots(figsize=(7.5, 3.5))
 ax.loglog(scales, guess, "o-", color=RED, markersize=4, linewidth=0.8, label="jax.jit")
 ax.loglog(scales, contract, "-", color=BLUE, linewidth=2.5, label="jax.jit(xf.fuse)")
 ax.set(xlabel="size of the scores (nats)", ylabel="largest weight (should be 1)")
-ax.set_ylim(1e-30, 1e30)
+ax.set_ylim(1e-6, 1e30)
 ax.legend(frameon=False, loc="upper left")
 plt.show()
 print("fused, the largest weight is always 1:", bool((contract == 1).all()))
 
 # %% [markdown]
-# This is one function, compiled as one program, and its weights are wrong by thirty orders of
-# magnitude, up and down. XLA has put `x * scale` into two kernels. The one that takes the maximum
-# rounds it to bfloat16; the one that subtracts goes on with float32, where nothing needs to be
-# rounded, since the rounded number would be widened at once. Each is right by itself. Together
+# This is one function, compiled as one program, and weights that are at most 1 are larger, by any
+# number of orders of magnitude. XLA has put `x * scale` into two kernels. The one that takes the
+# maximum rounds it to bfloat16; the one that subtracts goes on with float32, where nothing needs to
+# be rounded, since the rounded number would be widened at once. Each is right by itself. Together
 # they subtract the maximum of other scores than those they have.
 #
 # A kernel that computes a value once, for all that read it, can't do that: there is one value, and
@@ -370,7 +380,7 @@ print("fused, the largest weight is always 1:", bool((contract == 1).all()))
 # ## An optimizer
 #
 # The last thing that a step does is to read all there is: parameters, gradients, two moments, and
-# to write all but one back. AdamW is fourteen operations for each number. By hand it is a page of
+# to write all but one back. AdamW is some fifteen operations a number. By hand it is a page of
 # CUDA, and several libraries have one. Here it is as one would write it down:
 
 
@@ -395,7 +405,7 @@ for step in range(1, 6):
     for name, (p, m, v, _) in mine.items():
         mine[name] = adamw(p, gradients[name], m, v, jnp.float32(step))
 off = max(float(jnp.abs(params[k] - mine[k][0]).max()) for k in params)
-print(f"after 5 steps it differs from optax by at most {off:.0e}")
+print("after 5 steps it differs from optax by more than a millionth:", off > 1e-6)
 
 # %%
 million = jax.ShapeDtypeStruct((1000, 1000), jnp.float32)
@@ -453,9 +463,9 @@ ax.legend(frameon=False)
 plt.show()
 
 # %% [markdown]
-# Where much is kept from memory, as in the norms, it is several times faster; where XLA had fused
-# everything already, as in a gate, a loop over blocks costs more than it saves. That is what a
-# contract is for: you say it where it matters, and what you have not said is the compiler's.
+# Where much is kept from memory, as in the norms, it is several times faster; where XLA has fused
+# all there is, as in the gate, a loop over blocks costs more than it saves. So measure, and say it
+# where it matters: what you have not said is the compiler's to guess.
 #
 # ## What to take home
 #
