@@ -15,6 +15,9 @@
 # the alternative: to *say* that something is one kernel, and to be told where it can't be.
 
 # %%
+import time
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import matplotlib.pyplot as plt
@@ -62,7 +65,9 @@ ax.barh(rows, read, color=BLUE, label="read")
 ax.barh(rows, written, left=read, color=ORANGE, label="written")
 ax.barh(len(rows) + 0.5, needed[0], color=BLUE)
 ax.barh(len(rows) + 0.5, needed[1], left=needed[0], color=ORANGE)
-ax.set_yticks([*rows, len(rows) + 0.5], [*names, "arguments, results"], family="monospace", size=8)
+ax.set_yticks(
+    np.append(rows, len(rows) + 0.5), [*names, "arguments, results"], family="monospace", size=8
+)
 ax.invert_yaxis()
 ax.set(xlabel="through memory (MB)", title="4096 rows of 4096, each operation by itself")
 ax.legend(frameon=False)
@@ -394,7 +399,7 @@ def adamw(p, g, m, v, step):
     return p, m, v, p.astype(jnp.bfloat16)  # what the next step multiplies
 
 
-params = {"gate": normal(D, HIDDEN), "down": normal(HIDDEN, D), "scale": normal(D)}
+params: Any = {"gate": normal(D, HIDDEN), "down": normal(HIDDEN, D), "scale": normal(D)}
 params = jax.tree.map(lambda p: p.astype(jnp.float32), params)
 reference = optax.adamw(1e-3, b1=0.9, b2=0.95, weight_decay=0.1)
 state, mine = reference.init(params), {k: (p, 0 * p, 0 * p, None) for k, p in params.items()}
@@ -426,10 +431,8 @@ print(f"each operation by itself: {float(xf.cost(adamw)(*args).bytes) / 1e6:.0f}
 # A contract about bytes is not one about seconds. On this processor, where a cache holds much of
 # what goes back and forth between two kernels, it depends:
 
+
 # %% tags=["measured"]
-import time
-
-
 def seconds(f, *args, runs=9):
     """The shortest of some runs: what the machine can do when nothing disturbs it."""
     f = jax.jit(f)
