@@ -14,12 +14,19 @@ if TYPE_CHECKING:
     from settings import Config
 
 
-def sample(config: "Config", tokenizer: files.Tokenizer, params: dict, rows: int = 16) -> list[str]:
+TEXTS = 16
+"""How many are written."""
+
+
+def sample(config: "Config", tokenizer: files.Tokenizer, params: dict) -> list[str]:
     """Returns continuations of the prompt that fill a row, made on one device.
+
+    At a temperature of 0 there is one, since they would all be the same.
 
     Args:
       params: Those of the host.
     """
+    rows = TEXTS if config.temperature else 1
     prompt = files.encode_prompt(tokenizer, config.prompt)
     tokens = generate(
         params,

@@ -308,7 +308,7 @@ def parts(texts):
     return [sum(getattr(b, what) for b in lines) for what in ("compute", "memory", "network")]
 
 
-texts = 2 ** np.arange(0, 7)
+texts = 4 ** np.arange(0, 4)
 times = np.array([parts(int(n)) for n in texts]).T
 
 _, ax = plt.subplots(figsize=(6.5, 3.6))

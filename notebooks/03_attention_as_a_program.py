@@ -428,6 +428,8 @@ print("largest gradient off the bonds:", jnp.abs(jnp.where(joined, 0, gradient[:
 
 # %%
 side, window = 80, 13
+order = tiled((side, side), (8, 16))  # of the pixels
+back = jnp.argsort(order)
 
 
 def clean_picture(turns):
@@ -446,16 +448,15 @@ def patches(picture, size=5):
     return jnp.stack(shifted, -1).reshape(1, side * side, 1, size * size)
 
 
-def denoise(noisy, width, mask, order):
+def denoise(noisy, width, mask):
     p, pixels = patches(noisy)[:, order], noisy.reshape(1, -1, 1, 1)[:, order]
     scale = 1 / (p.shape[-1] * width**2)
     square = jnp.sum(p**2, -1)[0, :, 0]
     alike = lambda s, b, h, i, j: s - 0.5 * scale * square[j]
     out = flex_attention(p, p, pixels, scale=scale, score_mod=alike, mask_mod=mask)
-    return out[:, jnp.argsort(order)].reshape(side, side)
+    return out[:, back].reshape(side, side)
 
 
-order = tiled((side, side), (8, 16))
 around = neighborhood((side, side), window, order=order) & (lambda b, h, i, j: i != j)
 noise = 0.25 * jax.random.normal(jax.random.key(7), (2, side, side))
 lesson, exam = (clean_picture(turns) for turns in (10.0, 13.0))
@@ -491,7 +492,7 @@ psnr = lambda picture, truth: -10 * jnp.log10(jnp.mean((picture - truth) ** 2))
 
 @jax.jit
 def climb(log_width, _):
-    quality = lambda x: psnr(denoise(seen, jnp.exp(x), around, order), lesson)
+    quality = lambda x: psnr(denoise(seen, jnp.exp(x), around), lesson)
     value, gradient = jax.value_and_grad(quality)(log_width)
     return log_width + 0.06 * gradient, (jnp.exp(log_width), value)
 
@@ -501,7 +502,7 @@ print(f"h {widths[0]:.2f} → {widths[-1]:.3f}, PSNR {qualities[0]:.1f} → {qua
 
 # %%
 noisy = exam + noise[1]
-restored = denoise(noisy, widths[-1], around, order)
+restored = jax.jit(denoise)(noisy, widths[-1], around)
 alike = jnp.zeros((1, side * side, 1, 1))  # every patch as like as any other
 square = neighborhood((side, side), 3)
 blurred = flex_attention(alike, alike, noisy.reshape(1, -1, 1, 1), mask_mod=square)

@@ -282,8 +282,8 @@ step = jax.jit(jax.value_and_grad(xf.remat(loss, budget=12_000_000)))  # all tha
 print(report_of(12_000_000))
 
 # %% [markdown]
-# `saved` and `again` tell by line what is kept and what runs twice. Some layers keep both wide
-# arrays and others one, because a budget may end between two layers. Here are the curves of four
+# `saved` and `again` tell by line what is kept and what runs twice. Some layers keep one wide
+# array and others none, because a budget may end between two layers. Here are the curves of four
 # budgets:
 
 # %%
@@ -304,7 +304,7 @@ plt.show()
 # %% [markdown]
 # The mountain becomes a comb: in the end, only what lies between layers is kept, or between
 # groups of layers, and each is climbed again right before it is descended. The peak that a plan
-# is held to is above the top of its curve: a quarter of what is needed at the time is added for
+# is held to is above the top of its curve: a quarter of what is at work at the time is added for
 # what a compiler does that can't be foreseen.
 #
 # ## What the compiler did
@@ -408,7 +408,7 @@ print("over its budget:", [b for b, n in zip(tried, got, strict=True) if n > b] 
 # %% [markdown]
 # On the left, what was promised: the compiler stays below the budget, at every point that we
 # compiled, and a smaller budget never needs more. On the right, what it costs: nothing at all from
-# the plain gradient down to less than half of its memory; then 23 % of work down to a sixth of it,
+# the plain gradient down to less than half of its memory; then 20 % of work down to a fifth of it,
 # which is where `jax.checkpoint` is too; and below that much work for few bytes.
 #
 # And if it can't be done? Then it is an error at once, with the least that can be done, and the

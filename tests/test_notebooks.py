@@ -13,7 +13,7 @@ notebooks = pytest.importorskip("execute")
 SOURCES = notebooks.SOURCES
 
 # These run in every suite; the others are slow.
-QUICK = ("01_from_python_to_jaxprs", "10_planning_for_131072_gpus")
+QUICK = ("01_from_python_to_jaxprs", "05_recompute_or_reuse")
 SLOW = pytest.mark.slow
 NUMBER = re.compile(r"(?<![\w.])-?\d+(?:\.\d+)?(?:e[+-]?\d+)?")
 every = pytest.mark.parametrize("source", SOURCES, ids=lambda source: source.stem)

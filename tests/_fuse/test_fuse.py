@@ -152,6 +152,16 @@ def test_an_outer_sum_is_refused_by_its_large_temporary():
         fuse(outer_sum)(a, b, c)
 
 
+def test_an_operation_inside_of_a_function_of_jax_is_at_the_line_that_calls_it():
+    def own(logits, labels):
+        picked = jnp.take_along_axis(jax.nn.silu(logits), labels[:, None], axis=-1)
+        return jax.nn.silu(picked)
+
+    with pytest.raises(FusionError, match=r"`gather` at .*test_fuse.py:\d+ .*own\)") as e:
+        fuse(own)(normal(0, (3, 4)), jnp.arange(3))
+    assert "unknown" not in str(e.value)
+
+
 def test_what_has_nothing_in_common_is_refused():
     with pytest.raises(
         FusionError, match=r"float32\[3\], float32\[4\].*fuse each of them by itself"

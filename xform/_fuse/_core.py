@@ -44,9 +44,9 @@ def _apply(eqn: JaxprEqn, *args) -> list:
     if (rule := _RULES.get(eqn.primitive.name)) is not None:
         with at_line(eqn):
             return [rule(eqn, *args)]
-    if (body := called(eqn)) is not None:
-        return evaluate(body, body.consts, args, _apply)
     with at_line(eqn):
+        if (body := called(eqn)) is not None:
+            return evaluate(body, body.consts, args, _apply)
         outs = eqn.primitive.bind(*args, **eqn.params | dict.fromkeys(_PLACED & eqn.params.keys()))
     return list(outs) if eqn.primitive.multiple_results else [outs]
 

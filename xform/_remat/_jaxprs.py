@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from jax.interpreters import partial_eval
@@ -18,6 +19,7 @@ from xform._compat import (
     wrap_init,
 )
 from xform.jaxpr._interpret import called
+from xform.jaxpr._walk import UNKNOWN, source_line
 
 # What only calls its body, and is taken apart. A `custom_jvp` or `custom_vjp` does more.
 _CALLS = frozenset(("jit", "remat2", "core_call", "closed_call", "eval_jaxpr"))
@@ -80,13 +82,18 @@ class _Flat:
         if twin is not var:
             self.same[var] = twin
 
-    def add(self, jaxpr: Jaxpr, scope: Sequence) -> None:
+    def add(self, jaxpr: Jaxpr, scope: Sequence, caller: Any = None) -> None:
+        """Adds a program's equations; those that have no line are of the line that calls them."""
         for eqn in jaxpr.eqns:
+            own = eqn.source_info.traceback
+            traceback = caller if caller and source_line(eqn) == UNKNOWN else own
             operands = [self.read(v) for v in eqn.invars]
             body = called(eqn) if eqn.primitive.name in _CALLS and _placed_freely(eqn) else None
             stack = eqn.source_info.name_stack
             if body is None:
-                source = eqn.source_info.replace(name_stack=_within(scope, stack))
+                source = eqn.source_info.replace(
+                    name_stack=_within(scope, stack), traceback=traceback
+                )
                 self._append(eqn.replace(invars=operands, source_info=source))
                 continue
             # The body may be called twice: its variables are new each time.
@@ -94,7 +101,7 @@ class _Flat:
             self.same.update(zip(body.invars, operands, strict=True))
             for var, value in zip(body.constvars, body.consts, strict=True):
                 self.constant(var, value)
-            self.add(body, (*scope, stack))
+            self.add(body, (*scope, stack), traceback)
             outs = [self.read(v) for v in body.outvars]
             self.same.update(zip(eqn.outvars, outs, strict=True))
 
