@@ -61,7 +61,7 @@ OF_KEYS = {
         s + t.at[k % len(t)].set(0.0)[q % len(t)]
     ),
     "a loop over an array of the key": lambda s, h, q, k, t: (
-        s + lax.fori_loop(0, 2, lambda i, t: t.at[(k + i) % len(t)].add(1.0), t)[q % len(t)]
+        s + lax.fori_loop(0, 2, lambda i, t: t.at[(k + i) % len(t)].multiply(1.5), t)[q % len(t)]
     ),
 }  # fmt: skip
 QUICK = {"a branch in a loop", "an array changed by the query", "an array changed by the key"}
