@@ -1,11 +1,12 @@
 """Faults of every kind in processes that train, and whether the run comes out as without them.
 
-    .uv/bin/uv run --extra train benchmarks/fault_campaign.py --faults 200 --seed 0
+    .uv/bin/uv run --extra train benchmarks/fault_campaign.py --faults 200 --seed 0 --at-once 8
 
 Real processes train a tiny model on the loopback, by `examples/train.py`. One after another they
 are killed, stopped, slowed down, robbed of their disk and of their newest checkpoint; a supervisor
 starts them again, sometimes fewer, and after each fault asks that losses are those of a run that
-was left alone, to 1e-5, and that no step is lost whose checkpoint was whole.
+was left alone, to 1e-5, and that no step is lost whose checkpoint was whole. Several supervisors
+share the faults, each with runs and chances of its own: two cores for each are enough.
 """
 
 import argparse
@@ -20,25 +21,26 @@ import socket
 import sys
 import tempfile
 import time
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
+from itertools import chain, cycle, islice
 from multiprocessing import get_context
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from statistics import mean
 
 import numpy as np
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "examples")]
 
-HANG = 4.0
-"""Seconds after which processes that are to hang give up, ten times as many at their start."""
 TOLERANCE = 1e-5
 HUNG = 75
 # Processes fork from one that has imported everything and started nothing: 5 s less for each.
 CONTEXT = get_context("forkserver")
-CONTEXT.set_forkserver_preload(["train"])
+CONTEXT.set_forkserver_preload(["train", "matplotlib.figure"])
 
 
 # ---- in a process that trains --------------------------------------------------------------------
@@ -56,6 +58,7 @@ class Life:
       step: The step that the fault comes at.
       rank: The process that it comes to.
       steps: How many the run has.
+      hang: Seconds that a phase may take where a process is to hang.
     """
 
     folder: Path
@@ -65,11 +68,12 @@ class Life:
     step: int = 0
     rank: int = 0
     steps: int = 40
+    hang: float = 4.0
 
     @property
-    def hang(self) -> float:
+    def patience(self) -> float:
         """How long a phase may take: long where none is to hang, however busy the machine is."""
-        return HANG if HUNG in (FAULTS[self.fault].codes if self.fault else ()) else 60.0
+        return self.hang if HUNG in (FAULTS[self.fault].codes if self.fault else ()) else 60.0
 
 
 def at_step(life: Life, act: Callable[[], object]) -> None:
@@ -150,8 +154,8 @@ def config_of(life: Life, rank: int):
     return train.Config(
         model=model, steps=life.steps, batch=4, length=16, learning_rate=1e-3, save_every=2,
         data=(str(life.folder.parent / "tokens.bin"),), held_out_rows=4, token_dtype="uint16",
-        dp=life.processes, tp=1, processes=life.processes, process=rank, hang=life.hang, spike=None,
-        coordinator=f"localhost:{life.port}", run=str(life.folder),
+        dp=life.processes, tp=1, processes=life.processes, process=rank,
+        hang=life.patience, spike=None, coordinator=f"localhost:{life.port}", run=str(life.folder),
         resume=(life.folder / "run.json").exists(),
     )  # fmt: skip
 
@@ -168,7 +172,7 @@ class Fault:
       send: A signal to that process once the step before is made.
       codes: How at least one process is to end.
       damages: Done to the newest checkpoint once all have ended.
-      named: What the others must say of it, with the rank.
+      named: What the others must say of it, with the rank and the seconds that it may hang.
     """
 
     install: Callable[[Life], None] = lambda life: None
@@ -192,7 +196,7 @@ FAULTS = {
     "slow": Fault(lambda life: at_step(life, lambda: time.sleep(1)), codes=(0,)),
     "hung": Fault(
         lambda life: at_step(life, lambda: time.sleep(3600)), codes=(HUNG,),
-        named="rank {} hangs: for 4.0 s it was at step",
+        named="rank {} hangs: for {:.1f} s it was at step",
     ),
     "full disk": Fault(lambda life: at_step(life, fill_the_disk), codes=(1,)),
     "killed as it writes": Fault(at_event("os.mkdir", die), codes=(-signal.SIGKILL,)),
@@ -219,10 +223,13 @@ class Outcome:
         return all(code == 0 for code in self.codes)
 
 
-def free_port() -> int:
+@contextlib.contextmanager
+def own_port() -> Iterator[int]:
+    """Has a port that nobody else is given meanwhile; whoever knows of it may listen there."""
     with socket.socket() as s:
+        s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         s.bind(("localhost", 0))
-        return s.getsockname()[1]
+        yield s.getsockname()[1]
 
 
 def lines_in(folder: Path) -> list[dict]:
@@ -283,16 +290,17 @@ class Campaign:
 
     Attributes:
       root: A folder for all of them.
-      kinds: The faults that come by turns.
-      seed: Of when and to whom they come.
+      seed: Of when and to whom faults come.
       steps: How many a run has.
+      hang: Seconds after which processes that are to hang give up; ten times as many at their
+        start.
       losses: Those of the run that has none.
     """
 
     root: Path
-    kinds: tuple[str, ...] = tuple(FAULTS)
     seed: int = 0
     steps: int = 40
+    hang: float = 4.0
     losses: np.ndarray = field(default_factory=lambda: np.zeros(0))
 
     def undisturbed(self) -> None:
@@ -301,30 +309,36 @@ class Campaign:
         # Something to learn: every other token follows from the one before.
         tokens[1::2] = (3 * tokens[::2] + 1) % 64
         (self.root / "tokens.bin").write_bytes(tokens.tobytes())
-        outcome = live(Life(self.root / "undisturbed", 2, free_port(), steps=self.steps))
+        with own_port() as port:
+            outcome = live(Life(self.root / "undisturbed", 2, port, steps=self.steps))
         assert outcome.finished, outcome.said
         self.losses = np.array([x["loss"] for x in lines_in(self.root / "undisturbed")])
         assert len(self.losses) == self.steps
         assert len(set(self.losses)) == self.steps, "each step has its own"
 
-    def faults(self, count: int) -> Iterator[tuple[Life, Outcome]]:
-        """Yields lives with a fault each, in as many runs as they take."""
-        chance, number = random.Random(self.seed), 0
-        turns = [kind for _ in range(-(-count // len(self.kinds))) for kind in self.kinds][:count]
-        while turns:
-            folder, at = self.root / f"run-{number}", 0
+    def faults(self, kinds: Sequence[str], part: int = 0) -> Iterator[tuple[Life, Outcome]]:
+        """Yields lives with a fault each, of these kinds in turn, in as many runs as they take.
+
+        Args:
+          kinds: Some of `FAULTS`.
+          part: Which of those that go on at once this is; each has chances of its own.
+        """
+        chance, number, left = random.Random(f"{self.seed} {part}"), 0, list(kinds)
+        while left:
+            folder, at = self.root / f"run-{part}-{number}", 0
             while at < self.steps:
                 processes = 1 if chance.random() < 0.2 and at else 2
-                kind = turns[0] if turns and at + 4 < self.steps else None
+                kind = left[0] if left and at + 4 < self.steps else None
                 rank = 0 if kind in OF_THE_FIRST else chance.randrange(processes)
                 if kind in ("stopped", "hung") and processes == 1:
                     processes, rank = 2, chance.randrange(2)
                 step = at + chance.randint(3, 4)
-                life = Life(folder, processes, free_port(), kind, step, rank, self.steps)
-                outcome = live(life)
+                with own_port() as port:
+                    life = Life(folder, processes, port, kind, step, rank, self.steps, self.hang)
+                    outcome = live(life)
                 self.check(life, outcome, at)
                 if kind:
-                    del turns[0]
+                    del left[0]
                     yield life, outcome
                 if outcome.finished:
                     break
@@ -360,28 +374,47 @@ class Campaign:
         assert ended & set(fault.codes), where
         if fault.named:
             others = [x for r, x in enumerate(outcome.said) if r != life.rank or not fault.send]
-            assert any(fault.named.format(life.rank) in x for x in others), where
+            words = fault.named.format(life.rank, life.hang)
+            assert any(words in x for x in others), where
+
+
+def told(campaign: Campaign, kinds: Sequence[str], part: int) -> list[tuple[str, float]]:
+    """Returns kind and seconds of each fault of one part, and prints them as they come."""
+    came = []
+    for life, outcome in campaign.faults(kinds, part):
+        came.append((life.fault or "", outcome.seconds))
+        at = f"step {life.step}, rank {life.rank} of {life.processes}"
+        print(f"{part:3}:{len(came):<4}{life.fault} at {at}", flush=True)
+    return came
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Faults in processes that train.")
     parser.add_argument("--faults", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--at-once", type=int, default=1, help="how many runs go on at once")
+    parser.add_argument("--hang", type=float, default=Campaign.hang, help="seconds until one hangs")
     parser.add_argument("--kinds", nargs="*", default=tuple(FAULTS), choices=tuple(FAULTS))
     asked = parser.parse_args()
-    counts: Counter[str] = Counter()
-    seconds: defaultdict[str, float] = defaultdict(float)
+    kinds, start = list(islice(cycle(asked.kinds), asked.faults)), time.monotonic()
     with tempfile.TemporaryDirectory() as root:
-        campaign = Campaign(Path(root), tuple(asked.kinds), asked.seed)
+        campaign = Campaign(Path(root), asked.seed, hang=asked.hang)
         campaign.undisturbed()
-        for i, (life, outcome) in enumerate(campaign.faults(asked.faults)):
-            counts[life.fault or ""] += 1
-            seconds[life.fault or ""] += outcome.seconds
-            print(f"{i + 1:4} {life.fault} at step {life.step}, rank {life.rank}", flush=True)
+        with ProcessPoolExecutor(asked.at_once, mp_context=CONTEXT) as pool:
+            shares = [share.tolist() for share in np.array_split(kinds, asked.at_once)]
+            parts = [pool.submit(told, campaign, share, i) for i, share in enumerate(shares)]
+        if wrong := [error for part in parts if (error := part.exception())]:
+            raise ExceptionGroup("a fault did not come out as it should", wrong)
+    seconds: defaultdict[str, list[float]] = defaultdict(list)
+    for kind, took in chain(*(part.result() for part in parts)):
+        seconds[kind].append(took)
     print(f"{'fault':28}{'times':>6}{'seconds, mean':>15}")
-    for kind, count in counts.items():
-        print(f"{kind:28}{count:6}{seconds[kind] / count:15.1f}")
-    print(f"{sum(counts.values())} faults; all losses within {TOLERANCE}, no saved step lost")
+    for kind, took in seconds.items():
+        print(f"{kind:28}{len(took):6}{mean(took):15.1f}")
+    print(
+        f"{sum(map(len, seconds.values()))} faults in {time.monotonic() - start:.0f} s; all losses "
+        f"within {TOLERANCE}, no saved step lost"
+    )
 
 
 if __name__ == "__main__":
