@@ -59,6 +59,8 @@ class Life:
       rank: The process that it comes to.
       steps: How many the run has.
       hang: Seconds that a phase may take where a process is to hang.
+      pause: Seconds that a slow process comes late.
+      fsdp: Whether processes share parameters, and so scatter gradients, instead of adding them.
     """
 
     folder: Path
@@ -69,6 +71,8 @@ class Life:
     rank: int = 0
     steps: int = 40
     hang: float = 4.0
+    pause: float = 1.0
+    fsdp: bool = False
 
     @property
     def patience(self) -> float:
@@ -148,15 +152,16 @@ def work(life: Life, rank: int, log: str) -> None:
 def config_of(life: Life, rank: int):
     """Returns the config of a tiny model on one device in each process."""
     import llama
+    import parallel
     import train
 
     model = llama.Config(layers=1, width=16, heads=2, kv_heads=2, head_size=8, hidden=16, codes=64)
     return train.Config(
-        model=model, steps=life.steps, batch=4, length=16, learning_rate=1e-3, save_every=2,
+        model=model, steps=life.steps, batch=12, length=16, learning_rate=1e-3, save_every=2,
         data=(str(life.folder.parent / "tokens.bin"),), held_out_rows=4, token_dtype="uint16",
         dp=life.processes, tp=1, processes=life.processes, process=rank,
         hang=life.patience, spike=None, coordinator=f"localhost:{life.port}", run=str(life.folder),
-        resume=(life.folder / "run.json").exists(),
+        resume=(life.folder / "run.json").exists(), layout=parallel.Layout(fsdp=life.fsdp),
     )  # fmt: skip
 
 
@@ -193,7 +198,7 @@ FAULTS = {
     "stopped": Fault(send=signal.SIGSTOP, codes=(HUNG,), named="rank {} gives no sign of life"),
     "asked to stop": Fault(send=signal.SIGTERM, codes=(128 + signal.SIGTERM,)),
     "exception": Fault(lambda life: at_step(life, fail), codes=(1,)),
-    "slow": Fault(lambda life: at_step(life, lambda: time.sleep(1)), codes=(0,)),
+    "slow": Fault(lambda life: at_step(life, lambda: time.sleep(life.pause)), codes=(0,)),
     "hung": Fault(
         lambda life: at_step(life, lambda: time.sleep(3600)), codes=(HUNG,),
         named="rank {} hangs: for {:.1f} s it was at step",
@@ -246,7 +251,7 @@ def committed(folder: Path) -> list[int]:
 
 def live(life: Life, limit: float = 600.0) -> Outcome:
     """Starts processes, lets the fault come, and ends them all once one has ended badly."""
-    fault, start = FAULTS.get(life.fault or "", Fault()), time.monotonic()
+    fault, start, since = FAULTS.get(life.fault or "", Fault()), time.monotonic(), time.time()
     logs = [str(life.folder.parent / f"{life.folder.name}-{r}.log") for r in range(life.processes)]
     workers = [CONTEXT.Process(target=work, args=(life, r, x)) for r, x in enumerate(logs)]
     for worker in workers:
@@ -255,7 +260,7 @@ def live(life: Life, limit: float = 600.0) -> Outcome:
     while any(worker.is_alive() for worker in workers):
         if time.monotonic() > start + limit:
             raise TimeoutError(f"{life} did not end: {said(logs)}")
-        if fault.send and not stopped and reached(life):
+        if fault.send and not stopped and reached(life, since):
             stopped = workers[life.rank]
             os.kill(stopped.pid or 0, fault.send)
         # Those that hang are to end by themselves, but for the one that can't.
@@ -272,11 +277,11 @@ def live(life: Life, limit: float = 600.0) -> Outcome:
     return Outcome(codes, time.monotonic() - start, said(logs))
 
 
-def reached(life: Life) -> bool:
-    """Whether this life has made the step before the fault's."""
+def reached(life: Life, since: float) -> bool:
+    """Whether this life, and no life before it, has made the step before the fault's."""
     with contextlib.suppress(OSError, ValueError):
         lines = lines_in(life.folder)
-        return bool(lines) and lines[-1]["step"] >= life.step - 1
+        return any(x["step"] >= life.step - 1 and x["time"] > since for x in lines[-1:])
     return False
 
 
@@ -303,12 +308,16 @@ class Campaign:
     hang: float = 4.0
     losses: np.ndarray = field(default_factory=lambda: np.zeros(0))
 
-    def undisturbed(self) -> None:
-        """Trains once without any fault; the others are to have its losses."""
+    def write_tokens(self) -> None:
+        """Writes what all runs train on."""
         tokens = np.random.default_rng(0).integers(1, 64, 40_000).astype("<u2")
         # Something to learn: every other token follows from the one before.
         tokens[1::2] = (3 * tokens[::2] + 1) % 64
         (self.root / "tokens.bin").write_bytes(tokens.tobytes())
+
+    def undisturbed(self) -> None:
+        """Trains once without any fault; the others are to have its losses."""
+        self.write_tokens()
         with own_port() as port:
             outcome = live(Life(self.root / "undisturbed", 2, port, steps=self.steps))
         assert outcome.finished, outcome.said
