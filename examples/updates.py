@@ -6,9 +6,8 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, auto_axes
 from jax.sharding import PartitionSpec as P
-from jax.sharding import auto_axes
 
 import hugging_face
 import llama
