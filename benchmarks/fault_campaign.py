@@ -12,6 +12,7 @@ share the faults, each with runs and chances of its own: two cores for each are 
 import argparse
 import contextlib
 import json
+import math
 import os
 import random
 import resource
@@ -299,6 +300,7 @@ class Campaign:
       steps: How many a run has.
       hang: Seconds after which processes that are to hang give up; ten times as many at their
         start.
+      until: When no more faults come, by the monotonic clock: runs then go on to their end.
       losses: Those of the run that has none.
     """
 
@@ -306,6 +308,7 @@ class Campaign:
     seed: int = 0
     steps: int = 40
     hang: float = 4.0
+    until: float = math.inf
     losses: np.ndarray = field(default_factory=lambda: np.zeros(0))
 
     def write_tokens(self) -> None:
@@ -333,9 +336,10 @@ class Campaign:
           part: Which of those that go on at once this is; each has chances of its own.
         """
         chance, number, left = random.Random(f"{self.seed} {part}"), 0, list(kinds)
-        while left:
+        while left and time.monotonic() < self.until:
             folder, at = self.root / f"run-{part}-{number}", 0
             while at < self.steps:
+                left = left if time.monotonic() < self.until else []
                 processes = 1 if chance.random() < 0.2 and at else 2
                 kind = left[0] if left and at + 4 < self.steps else None
                 rank = 0 if kind in OF_THE_FIRST else chance.randrange(processes)
@@ -402,12 +406,14 @@ def main() -> None:
     parser.add_argument("--faults", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--at-once", type=int, default=1, help="how many runs go on at once")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="no more faults after them")
     parser.add_argument("--hang", type=float, default=Campaign.hang, help="seconds until one hangs")
     parser.add_argument("--kinds", nargs="*", default=tuple(FAULTS), choices=tuple(FAULTS))
     asked = parser.parse_args()
     kinds, start = list(islice(cycle(asked.kinds), asked.faults)), time.monotonic()
     with tempfile.TemporaryDirectory() as root:
-        campaign = Campaign(Path(root), asked.seed, hang=asked.hang)
+        until = start + 60 * asked.minutes
+        campaign = Campaign(Path(root), asked.seed, hang=asked.hang, until=until)
         campaign.undisturbed()
         with ProcessPoolExecutor(asked.at_once, mp_context=CONTEXT) as pool:
             shares = [share.tolist() for share in np.array_split(kinds, asked.at_once)]
