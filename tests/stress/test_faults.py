@@ -1,7 +1,6 @@
 """Some of what benchmarks/fault_campaign.py does at length."""
 
 import re
-from dataclasses import replace
 
 import pytest
 
@@ -34,32 +33,26 @@ def test_twenty_faults_of_every_kind_lose_nothing(tmp_path):
 def test_of_three_processes_one_is_stopped_and_the_others_name_it_and_end(tmp_path, rank):
     Campaign(tmp_path).write_tokens()
     with own_port() as port:
-        outcome = live(Life(tmp_path / "run", 3, port, "stopped", step=4, rank=rank))
+        life = Life(tmp_path / "run", 3, port, "stopped", step=4, rank=rank, hang=8.0)
+        outcome = live(life)
     del outcome.codes[rank], outcome.said[rank]
     assert outcome.codes == [HUNG, HUNG], outcome.said
     for words in outcome.said:
-        assert re.search(r"rank \d hangs: for 4.0 s it was at step \d in phase `step`", words), (
-            words
-        )
+        assert re.search(r"rank \d hangs: for 8.0 s it was at step [45] in phase", words), words
         named = rf"rank {rank} gives no sign of life: it was last seen at step [345] in phase"
         assert re.search(named, words), words
-        assert len(re.findall("gives no sign of life", words)) == 1, words
+        assert words.count("gives no sign of life") == 1, words
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fsdp", [False, True], ids=["added", "scattered"])
-def test_a_process_that_comes_40_s_late(tmp_path, fsdp):
-    """Gloo waits for it in a sum; where gradients are scattered for 30 s, whatever it is told."""
+@pytest.mark.parametrize("fsdp", [False, True], ids=["whole", "split"])
+def test_a_process_that_comes_40_s_late_is_waited_for(tmp_path, fsdp):
+    """Gloo waits 30 s where gradients are scattered, but parameters are gathered before that."""
     Campaign(tmp_path).write_tokens()
     with own_port() as port:
         life = Life(tmp_path / "run", 2, port, "slow", 4, 1, steps=8, pause=40.0, fsdp=fsdp)
         outcome = live(life)
-    if not fsdp:
-        assert outcome.finished, outcome.said
-        assert len(lines_in(life.folder)) == 8
-        return
-    assert outcome.codes == [1, 1], outcome.said
-    assert re.search(r"rank 0: .*Gloo ReduceScatter failed", outcome.said[0], re.DOTALL)
-    with own_port() as port:
-        assert live(replace(life, port=port, fault=None)).finished
-    assert len(lines_in(life.folder)) == 8
+    assert outcome.finished, outcome.said
+    lines = lines_in(life.folder)
+    assert len(lines) == 8
+    assert sum(lines[3]["seconds"].values()) > 38, "of step 4"
