@@ -22,11 +22,10 @@ import socket
 import sys
 import tempfile
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
-from itertools import chain, cycle, islice
 from multiprocessing import get_context
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -39,6 +38,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "examples")]
 
 TOLERANCE = 1e-5
 HUNG = 75
+LOG = "faults.jsonl"
 # Processes fork from one that has imported everything and started nothing: 5 s less for each.
 CONTEXT = get_context("forkserver")
 CONTEXT.set_forkserver_preload(["train", "matplotlib.figure"])
@@ -238,9 +238,9 @@ def own_port() -> Iterator[int]:
         yield s.getsockname()[1]
 
 
-def lines_in(folder: Path) -> list[dict]:
-    """Returns the metrics of a run so far, whole lines alone."""
-    path = folder / "metrics.jsonl"
+def lines_in(folder: Path, name: str = "metrics.jsonl") -> list[dict]:
+    """Returns the metrics of a run so far, or another such file, whole lines alone."""
+    path = folder / name
     lines = path.read_text().splitlines(keepends=True) if path.exists() else []
     return [json.loads(line) for line in lines if line.endswith("\n")]
 
@@ -319,12 +319,15 @@ class Campaign:
         (self.root / "tokens.bin").write_bytes(tokens.tobytes())
 
     def undisturbed(self) -> None:
-        """Trains once without any fault; the others are to have its losses."""
-        self.write_tokens()
-        with own_port() as port:
-            outcome = live(Life(self.root / "undisturbed", 2, port, steps=self.steps))
-        assert outcome.finished, outcome.said
-        self.losses = np.array([x["loss"] for x in lines_in(self.root / "undisturbed")])
+        """Trains once without any fault, or did before; the others are to have its losses."""
+        folder = self.root / "undisturbed"
+        if len(lines_in(folder)) < self.steps:
+            shutil.rmtree(folder, ignore_errors=True)
+            self.write_tokens()
+            with own_port() as port:
+                outcome = live(Life(folder, 2, port, steps=self.steps))
+            assert outcome.finished, outcome.said
+        self.losses = np.array([x["loss"] for x in lines_in(folder)])
         assert len(self.losses) == self.steps
         assert len(set(self.losses)) == self.steps, "each step has its own"
 
@@ -338,6 +341,7 @@ class Campaign:
         chance, number, left = random.Random(f"{self.seed} {part}"), 0, list(kinds)
         while left and time.monotonic() < self.until:
             folder, at = self.root / f"run-{part}-{number}", 0
+            shutil.rmtree(folder, ignore_errors=True)  # of a campaign that was broken off
             while at < self.steps:
                 left = left if time.monotonic() < self.until else []
                 processes = 1 if chance.random() < 0.2 and at else 2
@@ -391,14 +395,34 @@ class Campaign:
             assert any(words in x for x in others), where
 
 
-def told(campaign: Campaign, kinds: Sequence[str], part: int) -> list[tuple[str, float]]:
-    """Returns kind and seconds of each fault of one part, and prints them as they come."""
-    came = []
+# ---- the campaign from the command line ----------------------------------------------------------
+
+
+def shuffled(kinds: Sequence[str], count: int, came: Counter[str], seed: int) -> list[str]:
+    """Returns what is left of so many faults, of each kind as often, in an order by chance."""
+    each, more = divmod(count, len(kinds))
+    wanted = {kind: each + (i < more) for i, kind in enumerate(kinds)}
+    left = [kind for kind in kinds for _ in range(wanted[kind] - came[kind])]
+    random.Random(f"{seed} {came.total()}").shuffle(left)
+    return left
+
+
+def disturb(campaign: Campaign, kinds: Sequence[str], part: int) -> None:
+    """Lets faults come to one run after another, and notes each in the log."""
     for life, outcome in campaign.faults(kinds, part):
-        came.append((life.fault or "", outcome.seconds))
-        at = f"step {life.step}, rank {life.rank} of {life.processes}"
-        print(f"{part:3}:{len(came):<4}{life.fault} at {at}", flush=True)
-    return came
+        line = {"fault": life.fault, "step": life.step, "rank": life.rank, "of": life.processes}
+        print(f"{part:3}: {line}", flush=True)
+        with (campaign.root / LOG).open("a") as log:
+            log.write(json.dumps(line | {"seconds": round(outcome.seconds, 2)}) + "\n")
+
+
+def table(log: Sequence[dict]) -> str:
+    """Returns how often each kind came, and how long a life with it took."""
+    seconds: defaultdict[str, list[float]] = defaultdict(list)
+    for line in log:
+        seconds[line["fault"]].append(line["seconds"])
+    rows = (f"{kind:28}{len(took):6}{mean(took):15.1f}" for kind, took in seconds.items())
+    return "\n".join([f"{'fault':28}{'times':>6}{'seconds, mean':>15}", *rows])
 
 
 def main() -> None:
@@ -406,30 +430,27 @@ def main() -> None:
     parser.add_argument("--faults", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--at-once", type=int, default=1, help="how many runs go on at once")
+    parser.add_argument("--folder", type=Path, help="where a campaign goes on that was broken off")
     parser.add_argument("--minutes", type=float, default=math.inf, help="no more faults after them")
     parser.add_argument("--hang", type=float, default=Campaign.hang, help="seconds until one hangs")
     parser.add_argument("--kinds", nargs="*", default=tuple(FAULTS), choices=tuple(FAULTS))
-    asked = parser.parse_args()
-    kinds, start = list(islice(cycle(asked.kinds), asked.faults)), time.monotonic()
-    with tempfile.TemporaryDirectory() as root:
+    asked, start = parser.parse_args(), time.monotonic()
+    with tempfile.TemporaryDirectory() as own:
+        root = asked.folder or Path(own)
+        root.mkdir(parents=True, exist_ok=True)
         until = start + 60 * asked.minutes
-        campaign = Campaign(Path(root), asked.seed, hang=asked.hang, until=until)
+        before = lines_in(root, LOG)
+        campaign = Campaign(root, asked.seed + len(before), hang=asked.hang, until=until)
         campaign.undisturbed()
-        with ProcessPoolExecutor(asked.at_once, mp_context=CONTEXT) as pool:
-            shares = [share.tolist() for share in np.array_split(kinds, asked.at_once)]
-            parts = [pool.submit(told, campaign, share, i) for i, share in enumerate(shares)]
-        if wrong := [error for part in parts if (error := part.exception())]:
-            raise ExceptionGroup("a fault did not come out as it should", wrong)
-    seconds: defaultdict[str, list[float]] = defaultdict(list)
-    for kind, took in chain(*(part.result() for part in parts)):
-        seconds[kind].append(took)
-    print(f"{'fault':28}{'times':>6}{'seconds, mean':>15}")
-    for kind, took in seconds.items():
-        print(f"{kind:28}{len(took):6}{mean(took):15.1f}")
-    print(
-        f"{sum(map(len, seconds.values()))} faults in {time.monotonic() - start:.0f} s; all losses "
-        f"within {TOLERANCE}, no saved step lost"
-    )
+        came = Counter(line["fault"] for line in before)
+        left, n = shuffled(asked.kinds, asked.faults, came, asked.seed), asked.at_once
+        with ProcessPoolExecutor(n, mp_context=CONTEXT) as pool:
+            parts = [pool.submit(disturb, campaign, left[i::n], i) for i in range(n)]
+        log, wrong = lines_in(root, LOG), [error for part in parts if (error := part.exception())]
+    print(table(log))
+    if wrong:
+        raise ExceptionGroup("a fault did not come out as it should", wrong)
+    print(f"{len(log)} faults; all losses within {TOLERANCE}, no saved step lost")
 
 
 if __name__ == "__main__":
