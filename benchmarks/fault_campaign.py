@@ -26,7 +26,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
-from multiprocessing import get_context
+from multiprocessing import get_context, parent_process
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from statistics import mean
@@ -252,15 +252,27 @@ def committed(folder: Path) -> list[int]:
 
 def live(life: Life, limit: float = 600.0) -> Outcome:
     """Starts processes, lets the fault come, and ends them all once one has ended badly."""
-    fault, start, since = FAULTS.get(life.fault or "", Fault()), time.monotonic(), time.time()
+    start = time.monotonic()
     logs = [str(life.folder.parent / f"{life.folder.name}-{r}.log") for r in range(life.processes)]
     workers = [CONTEXT.Process(target=work, args=(life, r, x)) for r, x in enumerate(logs)]
     for worker in workers:
         worker.start()
-    stopped: BaseProcess | None = None
-    while any(worker.is_alive() for worker in workers):
-        if time.monotonic() > start + limit:
+    try:
+        if not let_come(life, workers, limit):
             raise TimeoutError(f"{life} did not end: {said(logs)}")
+        codes = [worker.exitcode for worker in workers]
+    finally:
+        for worker in workers:
+            worker.kill()
+            worker.join()
+    return Outcome(codes, time.monotonic() - start, said(logs))
+
+
+def let_come(life: Life, workers: Sequence[BaseProcess], limit: float) -> bool:
+    """Returns whether processes ended in time, or one of them badly, once the fault has come."""
+    fault, since, end = FAULTS.get(life.fault or "", Fault()), time.time(), time.monotonic() + limit
+    whole, stopped = parent_process(), None
+    while time.monotonic() < end and (whole is None or whole.is_alive()):
         if fault.send and not stopped and reached(life, since):
             stopped = workers[life.rank]
             os.kill(stopped.pid or 0, fault.send)
@@ -269,13 +281,9 @@ def live(life: Life, limit: float = 600.0) -> Outcome:
         patient = set(fault.codes) <= {0, HUNG, 128 + signal.SIGTERM}
         ended = [w for w in left if w.exitcode is not None]
         if len(ended) == len(left) or (not patient and any(w.exitcode for w in ended)):
-            break
-        time.sleep(0.005)
-    codes = [worker.exitcode for worker in workers]
-    for worker in workers:
-        worker.kill()
-        worker.join()
-    return Outcome(codes, time.monotonic() - start, said(logs))
+            return True
+        time.sleep(0.01)
+    return False
 
 
 def reached(life: Life, since: float) -> bool:
@@ -449,7 +457,7 @@ def main() -> None:
         log, wrong = lines_in(root, LOG), [error for part in parts if (error := part.exception())]
     print(table(log))
     if wrong:
-        raise ExceptionGroup("a fault did not come out as it should", wrong)
+        raise BaseExceptionGroup("a fault did not come out as it should", wrong)
     print(f"{len(log)} faults; all losses within {TOLERANCE}, no saved step lost")
 
 
