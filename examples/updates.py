@@ -32,9 +32,9 @@ def partitioned(optimizer: optax.GradientTransformation) -> optax.GradientTransf
     and moves what it has to: that is declared nowhere, and may be much.
     """
 
-    def update(grads, state, params=None):
-        as_they_lie = jax.tree.map(lambda x: jax.typeof(x).sharding, (grads, state))
-        return auto_axes(optimizer.update, out_sharding=as_they_lie)(grads, state, params)
+    def update(updates, state, params=None):
+        as_they_lie = jax.tree.map(lambda x: jax.typeof(x).sharding, (updates, state))
+        return auto_axes(out_sharding=as_they_lie)(optimizer.update)(updates, state, params)
 
     return optax.GradientTransformation(optimizer.init, update)
 
