@@ -33,12 +33,12 @@ def test_twenty_faults_of_every_kind_lose_nothing(tmp_path):
 def test_of_three_processes_one_is_stopped_and_the_others_name_it_and_end(tmp_path, rank):
     Campaign(tmp_path).write_tokens()
     with own_port() as port:
-        life = Life(tmp_path / "run", 3, port, "stopped", step=4, rank=rank, hang=8.0)
+        life = Life(tmp_path / "run", 3, port, "stopped", step=4, rank=rank, hang=20.0)
         outcome = live(life)
     del outcome.codes[rank], outcome.said[rank]
     assert outcome.codes == [HUNG, HUNG], outcome.said
     for words in outcome.said:
-        assert re.search(r"rank \d hangs: for 8.0 s it was at step [45] in phase", words), words
+        assert re.search(r"rank \d hangs: for 20.0 s it was at step [45] in phase", words), words
         named = rf"rank {rank} gives no sign of life: it was last seen at step [345] in phase"
         assert re.search(named, words), words
         assert words.count("gives no sign of life") == 1, words
