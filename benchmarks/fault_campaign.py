@@ -1,16 +1,18 @@
 """Faults of every kind in processes that train, and whether the run comes out as without them.
 
-    .uv/bin/uv run --extra train benchmarks/fault_campaign.py --faults 200 --seed 0
+    .uv/bin/uv run --extra train benchmarks/fault_campaign.py --faults 200 --seed 0 --at-once 8
 
 Real processes train a tiny model on the loopback, by `examples/train.py`. One after another they
 are killed, stopped, slowed down, robbed of their disk and of their newest checkpoint; a supervisor
 starts them again, sometimes fewer, and after each fault asks that losses are those of a run that
-was left alone, to 1e-5, and that no step is lost whose checkpoint was whole.
+was left alone, to 1e-5, and that no step is lost whose checkpoint was whole. Several supervisors
+share the faults, each with runs and chances of its own: two cores for each are enough.
 """
 
 import argparse
 import contextlib
 import json
+import math
 import os
 import random
 import resource
@@ -21,24 +23,25 @@ import sys
 import tempfile
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
-from multiprocessing import get_context
+from multiprocessing import get_context, parent_process
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from statistics import mean
 
 import numpy as np
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "examples")]
 
-HANG = 4.0
-"""Seconds after which processes that are to hang give up, ten times as many at their start."""
 TOLERANCE = 1e-5
 HUNG = 75
+LOG = "faults.jsonl"
 # Processes fork from one that has imported everything and started nothing: 5 s less for each.
 CONTEXT = get_context("forkserver")
-CONTEXT.set_forkserver_preload(["train"])
+CONTEXT.set_forkserver_preload(["train", "matplotlib.figure"])
 
 
 # ---- in a process that trains --------------------------------------------------------------------
@@ -56,6 +59,9 @@ class Life:
       step: The step that the fault comes at.
       rank: The process that it comes to.
       steps: How many the run has.
+      hang: Seconds that a phase may take where a process is to hang.
+      pause: Seconds that a slow process comes late.
+      fsdp: Whether processes share parameters, and so scatter gradients, instead of adding them.
     """
 
     folder: Path
@@ -65,11 +71,14 @@ class Life:
     step: int = 0
     rank: int = 0
     steps: int = 40
+    hang: float = 4.0
+    pause: float = 1.0
+    fsdp: bool = False
 
     @property
-    def hang(self) -> float:
+    def patience(self) -> float:
         """How long a phase may take: long where none is to hang, however busy the machine is."""
-        return HANG if HUNG in (FAULTS[self.fault].codes if self.fault else ()) else 60.0
+        return self.hang if HUNG in (FAULTS[self.fault].codes if self.fault else ()) else 60.0
 
 
 def at_step(life: Life, act: Callable[[], object]) -> None:
@@ -144,15 +153,16 @@ def work(life: Life, rank: int, log: str) -> None:
 def config_of(life: Life, rank: int):
     """Returns the config of a tiny model on one device in each process."""
     import llama
+    import parallel
     import train
 
     model = llama.Config(layers=1, width=16, heads=2, kv_heads=2, head_size=8, hidden=16, codes=64)
     return train.Config(
-        model=model, steps=life.steps, batch=4, length=16, learning_rate=1e-3, save_every=2,
+        model=model, steps=life.steps, batch=12, length=16, learning_rate=1e-3, save_every=2,
         data=(str(life.folder.parent / "tokens.bin"),), held_out_rows=4, token_dtype="uint16",
-        dp=life.processes, tp=1, processes=life.processes, process=rank, hang=life.hang, spike=None,
-        coordinator=f"localhost:{life.port}", run=str(life.folder),
-        resume=(life.folder / "run.json").exists(),
+        dp=life.processes, tp=1, processes=life.processes, process=rank,
+        hang=life.patience, spike=None, coordinator=f"localhost:{life.port}", run=str(life.folder),
+        resume=(life.folder / "run.json").exists(), layout=parallel.Layout(fsdp=life.fsdp),
     )  # fmt: skip
 
 
@@ -168,7 +178,7 @@ class Fault:
       send: A signal to that process once the step before is made.
       codes: How at least one process is to end.
       damages: Done to the newest checkpoint once all have ended.
-      named: What the others must say of it, with the rank.
+      named: What the others must say of it, with the rank and the seconds that it may hang.
     """
 
     install: Callable[[Life], None] = lambda life: None
@@ -189,10 +199,10 @@ FAULTS = {
     "stopped": Fault(send=signal.SIGSTOP, codes=(HUNG,), named="rank {} gives no sign of life"),
     "asked to stop": Fault(send=signal.SIGTERM, codes=(128 + signal.SIGTERM,)),
     "exception": Fault(lambda life: at_step(life, fail), codes=(1,)),
-    "slow": Fault(lambda life: at_step(life, lambda: time.sleep(1)), codes=(0,)),
+    "slow": Fault(lambda life: at_step(life, lambda: time.sleep(life.pause)), codes=(0,)),
     "hung": Fault(
         lambda life: at_step(life, lambda: time.sleep(3600)), codes=(HUNG,),
-        named="rank {} hangs: for 4.0 s it was at step",
+        named="rank {} hangs: for {:.1f} s it was at step",
     ),
     "full disk": Fault(lambda life: at_step(life, fill_the_disk), codes=(1,)),
     "killed as it writes": Fault(at_event("os.mkdir", die), codes=(-signal.SIGKILL,)),
@@ -219,15 +229,18 @@ class Outcome:
         return all(code == 0 for code in self.codes)
 
 
-def free_port() -> int:
+@contextlib.contextmanager
+def own_port() -> Iterator[int]:
+    """Has a port that nobody else is given meanwhile; whoever knows of it may listen there."""
     with socket.socket() as s:
+        s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         s.bind(("localhost", 0))
-        return s.getsockname()[1]
+        yield s.getsockname()[1]
 
 
-def lines_in(folder: Path) -> list[dict]:
-    """Returns the metrics of a run so far, whole lines alone."""
-    path = folder / "metrics.jsonl"
+def lines_in(folder: Path, name: str = "metrics.jsonl") -> list[dict]:
+    """Returns the metrics of a run so far, or another such file, whole lines alone."""
+    path = folder / name
     lines = path.read_text().splitlines(keepends=True) if path.exists() else []
     return [json.loads(line) for line in lines if line.endswith("\n")]
 
@@ -239,16 +252,28 @@ def committed(folder: Path) -> list[int]:
 
 def live(life: Life, limit: float = 600.0) -> Outcome:
     """Starts processes, lets the fault come, and ends them all once one has ended badly."""
-    fault, start = FAULTS.get(life.fault or "", Fault()), time.monotonic()
+    start = time.monotonic()
     logs = [str(life.folder.parent / f"{life.folder.name}-{r}.log") for r in range(life.processes)]
     workers = [CONTEXT.Process(target=work, args=(life, r, x)) for r, x in enumerate(logs)]
     for worker in workers:
         worker.start()
-    stopped: BaseProcess | None = None
-    while any(worker.is_alive() for worker in workers):
-        if time.monotonic() > start + limit:
+    try:
+        if not let_come(life, workers, limit):
             raise TimeoutError(f"{life} did not end: {said(logs)}")
-        if fault.send and not stopped and reached(life):
+        codes = [worker.exitcode for worker in workers]
+    finally:
+        for worker in workers:
+            worker.kill()
+            worker.join()
+    return Outcome(codes, time.monotonic() - start, said(logs))
+
+
+def let_come(life: Life, workers: Sequence[BaseProcess], limit: float) -> bool:
+    """Returns whether processes ended in time, or one of them badly, once the fault has come."""
+    fault, since, end = FAULTS.get(life.fault or "", Fault()), time.time(), time.monotonic() + limit
+    whole, stopped = parent_process(), None
+    while time.monotonic() < end and (whole is None or whole.is_alive()):
+        if fault.send and not stopped and reached(life, since):
             stopped = workers[life.rank]
             os.kill(stopped.pid or 0, fault.send)
         # Those that hang are to end by themselves, but for the one that can't.
@@ -256,20 +281,16 @@ def live(life: Life, limit: float = 600.0) -> Outcome:
         patient = set(fault.codes) <= {0, HUNG, 128 + signal.SIGTERM}
         ended = [w for w in left if w.exitcode is not None]
         if len(ended) == len(left) or (not patient and any(w.exitcode for w in ended)):
-            break
-        time.sleep(0.005)
-    codes = [worker.exitcode for worker in workers]
-    for worker in workers:
-        worker.kill()
-        worker.join()
-    return Outcome(codes, time.monotonic() - start, said(logs))
+            return True
+        time.sleep(0.01)
+    return False
 
 
-def reached(life: Life) -> bool:
-    """Whether this life has made the step before the fault's."""
+def reached(life: Life, since: float) -> bool:
+    """Whether this life, and no life before it, has made the step before the fault's."""
     with contextlib.suppress(OSError, ValueError):
         lines = lines_in(life.folder)
-        return bool(lines) and lines[-1]["step"] >= life.step - 1
+        return any(x["step"] >= life.step - 1 and x["time"] > since for x in lines[-1:])
     return False
 
 
@@ -283,48 +304,66 @@ class Campaign:
 
     Attributes:
       root: A folder for all of them.
-      kinds: The faults that come by turns.
-      seed: Of when and to whom they come.
+      seed: Of when and to whom faults come.
       steps: How many a run has.
+      hang: Seconds after which processes that are to hang give up; ten times as many at their
+        start.
+      until: When no more faults come, by the monotonic clock: runs then go on to their end.
       losses: Those of the run that has none.
     """
 
     root: Path
-    kinds: tuple[str, ...] = tuple(FAULTS)
     seed: int = 0
     steps: int = 40
+    hang: float = 4.0
+    until: float = math.inf
     losses: np.ndarray = field(default_factory=lambda: np.zeros(0))
 
-    def undisturbed(self) -> None:
-        """Trains once without any fault; the others are to have its losses."""
+    def write_tokens(self) -> None:
+        """Writes what all runs train on."""
         tokens = np.random.default_rng(0).integers(1, 64, 40_000).astype("<u2")
         # Something to learn: every other token follows from the one before.
         tokens[1::2] = (3 * tokens[::2] + 1) % 64
         (self.root / "tokens.bin").write_bytes(tokens.tobytes())
-        outcome = live(Life(self.root / "undisturbed", 2, free_port(), steps=self.steps))
-        assert outcome.finished, outcome.said
-        self.losses = np.array([x["loss"] for x in lines_in(self.root / "undisturbed")])
+
+    def undisturbed(self) -> None:
+        """Trains once without any fault, or did before; the others are to have its losses."""
+        folder = self.root / "undisturbed"
+        if len(lines_in(folder)) < self.steps:
+            shutil.rmtree(folder, ignore_errors=True)
+            self.write_tokens()
+            with own_port() as port:
+                outcome = live(Life(folder, 2, port, steps=self.steps))
+            assert outcome.finished, outcome.said
+        self.losses = np.array([x["loss"] for x in lines_in(folder)])
         assert len(self.losses) == self.steps
         assert len(set(self.losses)) == self.steps, "each step has its own"
 
-    def faults(self, count: int) -> Iterator[tuple[Life, Outcome]]:
-        """Yields lives with a fault each, in as many runs as they take."""
-        chance, number = random.Random(self.seed), 0
-        turns = [kind for _ in range(-(-count // len(self.kinds))) for kind in self.kinds][:count]
-        while turns:
-            folder, at = self.root / f"run-{number}", 0
+    def faults(self, kinds: Sequence[str], part: int = 0) -> Iterator[tuple[Life, Outcome]]:
+        """Yields lives with a fault each, of these kinds in turn, in as many runs as they take.
+
+        Args:
+          kinds: Some of `FAULTS`.
+          part: Which of those that go on at once this is; each has chances of its own.
+        """
+        chance, number, left = random.Random(f"{self.seed} {part}"), 0, list(kinds)
+        while left and time.monotonic() < self.until:
+            folder, at = self.root / f"run-{part}-{number}", 0
+            shutil.rmtree(folder, ignore_errors=True)  # of a campaign that was broken off
             while at < self.steps:
+                left = left if time.monotonic() < self.until else []
                 processes = 1 if chance.random() < 0.2 and at else 2
-                kind = turns[0] if turns and at + 4 < self.steps else None
+                kind = left[0] if left and at + 4 < self.steps else None
                 rank = 0 if kind in OF_THE_FIRST else chance.randrange(processes)
                 if kind in ("stopped", "hung") and processes == 1:
                     processes, rank = 2, chance.randrange(2)
                 step = at + chance.randint(3, 4)
-                life = Life(folder, processes, free_port(), kind, step, rank, self.steps)
-                outcome = live(life)
+                with own_port() as port:
+                    life = Life(folder, processes, port, kind, step, rank, self.steps, self.hang)
+                    outcome = live(life)
                 self.check(life, outcome, at)
                 if kind:
-                    del turns[0]
+                    del left[0]
                     yield life, outcome
                 if outcome.finished:
                     break
@@ -360,28 +399,66 @@ class Campaign:
         assert ended & set(fault.codes), where
         if fault.named:
             others = [x for r, x in enumerate(outcome.said) if r != life.rank or not fault.send]
-            assert any(fault.named.format(life.rank) in x for x in others), where
+            words = fault.named.format(life.rank, life.hang)
+            assert any(words in x for x in others), where
+
+
+# ---- the campaign from the command line ----------------------------------------------------------
+
+
+def shuffled(kinds: Sequence[str], count: int, came: Counter[str], seed: int) -> list[str]:
+    """Returns what is left of so many faults, of each kind as often, in an order by chance."""
+    each, more = divmod(count, len(kinds))
+    wanted = {kind: each + (i < more) for i, kind in enumerate(kinds)}
+    left = [kind for kind in kinds for _ in range(wanted[kind] - came[kind])]
+    random.Random(f"{seed} {came.total()}").shuffle(left)
+    return left
+
+
+def disturb(campaign: Campaign, kinds: Sequence[str], part: int) -> None:
+    """Lets faults come to one run after another, and notes each in the log."""
+    for life, outcome in campaign.faults(kinds, part):
+        line = {"fault": life.fault, "step": life.step, "rank": life.rank, "of": life.processes}
+        print(f"{part:3}: {line}", flush=True)
+        with (campaign.root / LOG).open("a") as log:
+            log.write(json.dumps(line | {"seconds": round(outcome.seconds, 2)}) + "\n")
+
+
+def table(log: Sequence[dict]) -> str:
+    """Returns how often each kind came, and how long a life with it took."""
+    seconds: defaultdict[str, list[float]] = defaultdict(list)
+    for line in log:
+        seconds[line["fault"]].append(line["seconds"])
+    rows = (f"{kind:28}{len(took):6}{mean(took):15.1f}" for kind, took in seconds.items())
+    return "\n".join([f"{'fault':28}{'times':>6}{'seconds, mean':>15}", *rows])
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Faults in processes that train.")
     parser.add_argument("--faults", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--at-once", type=int, default=1, help="how many runs go on at once")
+    parser.add_argument("--folder", type=Path, help="where a campaign goes on that was broken off")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="no more faults after them")
+    parser.add_argument("--hang", type=float, default=Campaign.hang, help="seconds until one hangs")
     parser.add_argument("--kinds", nargs="*", default=tuple(FAULTS), choices=tuple(FAULTS))
-    asked = parser.parse_args()
-    counts: Counter[str] = Counter()
-    seconds: defaultdict[str, float] = defaultdict(float)
-    with tempfile.TemporaryDirectory() as root:
-        campaign = Campaign(Path(root), tuple(asked.kinds), asked.seed)
+    asked, start = parser.parse_args(), time.monotonic()
+    with tempfile.TemporaryDirectory() as own:
+        root = asked.folder or Path(own)
+        root.mkdir(parents=True, exist_ok=True)
+        until = start + 60 * asked.minutes
+        before = lines_in(root, LOG)
+        campaign = Campaign(root, asked.seed + len(before), hang=asked.hang, until=until)
         campaign.undisturbed()
-        for i, (life, outcome) in enumerate(campaign.faults(asked.faults)):
-            counts[life.fault or ""] += 1
-            seconds[life.fault or ""] += outcome.seconds
-            print(f"{i + 1:4} {life.fault} at step {life.step}, rank {life.rank}", flush=True)
-    print(f"{'fault':28}{'times':>6}{'seconds, mean':>15}")
-    for kind, count in counts.items():
-        print(f"{kind:28}{count:6}{seconds[kind] / count:15.1f}")
-    print(f"{sum(counts.values())} faults; all losses within {TOLERANCE}, no saved step lost")
+        came = Counter(line["fault"] for line in before)
+        left, n = shuffled(asked.kinds, asked.faults, came, asked.seed), asked.at_once
+        with ProcessPoolExecutor(n, mp_context=CONTEXT) as pool:
+            parts = [pool.submit(disturb, campaign, left[i::n], i) for i in range(n)]
+        log, wrong = lines_in(root, LOG), [error for part in parts if (error := part.exception())]
+    print(table(log))
+    if wrong:
+        raise BaseExceptionGroup("a fault did not come out as it should", wrong)
+    print(f"{len(log)} faults; all losses within {TOLERANCE}, no saved step lost")
 
 
 if __name__ == "__main__":

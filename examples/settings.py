@@ -175,6 +175,8 @@ def wrong_watching(config: Config) -> list[str]:
         wrong.append(f"max_skips={config.max_skips} must be at least 0")
     if config.profile and not 0 < config.profile[0] <= config.profile[1]:
         wrong.append("profile={} to {} must be steps from 1, in order".format(*config.profile))
+    if config.profile and config.profile[1] > config.steps:
+        wrong.append(f"profile ends at step {config.profile[1]}, and the run at {config.steps}")
     if config.replay_every and config.model.experts:
         wrong.append("replay_every compares replicas, and losses of experts mix them: leave it out")
     if config.replay_every and config.dp == 1:

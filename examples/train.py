@@ -131,6 +131,8 @@ def fit(
     with keeping as checkpoints, processes.each_for_itself(__file__):
         refuse_others(checkpoints, config, info)
         lasting = Lasting(config, mesh, rows, folder, checkpoints)
+        if config.resume:
+            print(f"it goes on from step {lasting.done or '0: none is saved'}")
         costs, pace = progress.forecast(config, mesh), Pace(config.slow)
         with (
             Metrics(own, PANELS, done=lasting.done, tensorboard=config.tensorboard) as metrics,

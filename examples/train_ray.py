@@ -21,7 +21,7 @@ from ray.train import FailureConfig, RunConfig, ScalingConfig  # pyright: ignore
 from ray.train.v2.jax import JaxTrainer  # pyright: ignore[reportMissingImports]
 from ray.train.v2.jax.config import JaxConfig  # pyright: ignore[reportMissingImports]
 
-from settings import Config, known_of
+from settings import Config, check, known_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,6 +72,7 @@ def main(asked: Asked) -> None:
     cluster, config = asked.cluster, asked.config
     if not config.run:
         raise ValueError("workers have to find each other's checkpoints: name the run's folder.")
+    check(dataclasses.replace(config, processes=cluster.workers, coordinator="auto"))
     run = Path(config.run).absolute()
     config = dataclasses.replace(config, run=str(run))
     if cluster.gpus:

@@ -6,7 +6,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, auto_axes
 from jax.sharding import PartitionSpec as P
 
 import hugging_face
@@ -23,6 +23,20 @@ def optimizer(peak: float, steps: int, weight_decay: float) -> optax.GradientTra
     schedule = optax.warmup_cosine_decay_schedule(0, peak, steps // 10, steps, peak / 10)
     adamw = optax.adamw(schedule, b2=0.98, weight_decay=weight_decay)
     return optax.chain(optax.clip_by_global_norm(1.0), adamw)
+
+
+def partitioned(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
+    """Returns an optimiser whose products may sum over dims that a mesh splits, as Muon's do.
+
+    JAX refuses them, since nobody says where their results are to lie. Here XLA's partitioner does,
+    and moves what it has to: that is declared nowhere, and may be much.
+    """
+
+    def update(updates, state, params=None):
+        as_they_lie = jax.tree.map(lambda x: jax.typeof(x).sharding, (updates, state))
+        return auto_axes(out_sharding=as_they_lie)(optimizer.update)(updates, state, params)
+
+    return optax.GradientTransformation(optimizer.init, update)
 
 
 def first_state(
@@ -47,7 +61,16 @@ def first_state(
     # Moments lie as their parameters do. What has no parameter's shape is on one device, so far.
     there = lambda x: isinstance(x.sharding, NamedSharding)
     on_mesh = lambda x: x if there(x) else place(x, shardings(mesh, P()))
-    return {"params": params, "optimizer": jax.tree.map(on_mesh, state)}
+    state = jax.tree.map(on_mesh, state)
+    try:
+        jax.eval_shape(optimizer.update, params, state, params)
+    except Exception as error:
+        error.add_note(
+            "The optimiser can't update these parameters on this mesh. If it sums over dims that "
+            "the mesh splits, as Muon does, wrap it in `updates.partitioned`."
+        )
+        raise
+    return {"params": params, "optimizer": state}
 
 
 def update_of(optimizer: optax.GradientTransformation) -> Callable:

@@ -177,6 +177,8 @@ def test_what_can_not_be_watched_is_refused():
         "replay_every=0 must be above 0",
     ):
         assert words in str(error.value)
+    with pytest.raises(ValueError, match="profile ends at step 40, and the run at 30"):
+        train.check(dataclasses.replace(CONFIG, profile=(29, 40)))
     experts = dataclasses.replace(CONFIG, replay_every=2, model=llama.Config(experts=4))
     with pytest.raises(ValueError, match="replay_every compares replicas, and losses of experts"):
         train.check(experts)

@@ -17,10 +17,12 @@ pytest.importorskip("orbax.checkpoint")
 pytest.importorskip("rich")
 
 import optax
+import optax.contrib
 
 import llama
 import steps
 import train
+import updates
 from parallel import Layout
 from tests.examples.test_train import StopAfter
 from xform.sharding import make_mesh
@@ -104,8 +106,8 @@ def test_it_goes_on_with_the_same_losses_on_other_meshes(tmp_path, path):
 
 
 MOE = dataclasses.replace(TINY.model, experts=4, top_k=2, hidden=32)
-# Muon is not among them: its products contract dims that `tp` splits, which JAX refuses here.
 OPTIMIZERS = {
+    "muon": lambda config: updates.partitioned(optax.contrib.muon(1e-3)),
     "adafactor": lambda config: optax.adafactor(1e-3),
     "ema": lambda config: optax.chain(optax.adamw(1e-3), optax.ema(0.9)),
 }
@@ -121,6 +123,13 @@ def test_other_optimizers_go_on_bit_by_bit_and_on_another_mesh(tmp_path, monkeyp
     jax.tree.map(np.testing.assert_array_equal, broken, whole)
     moved, _ = run_on(tmp_path / "moved", (WIDE, 4), (ONE, STEPS))
     np.testing.assert_allclose(moved, whole[0], rtol=0, atol=1e-5)
+
+
+def test_an_optimizer_that_a_mesh_does_not_fit_is_refused_as_a_run_begins(tmp_path, monkeypatch):
+    monkeypatch.setattr(steps, "optimizer_for", lambda config: optax.contrib.muon(1e-3))
+    with pytest.raises(Exception, match="Contracting dimensions are sharded") as error:
+        run_on(tmp_path / "muon", (WIDE, STEPS))
+    assert "wrap it in `updates.partitioned`" in "".join(error.value.__notes__)
 
 
 @pytest.mark.slow

@@ -1,10 +1,15 @@
+import subprocess
+import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
 from xform.train.clock import Clock
 from xform.train.watchdog import HUNG, PATIENCE, Watchdog, blamed, signs
+
+ROOT = Path(__file__).parents[2]
 
 
 class Left:
@@ -78,3 +83,65 @@ def test_of_ranks_that_live_those_elsewhere_are_named(places, words):
         for rank, (step, phase) in enumerate(places)
     }
     assert blamed(0, at(1), at(2)) == words
+
+
+# Whose connections are locks that a process holds as long as it lives. As under JAX, an end that is
+# noticed in a sum is an error, and the end of rank 0 ends a process from below.
+HANGS = """
+import fcntl, os, sys, time
+from pathlib import Path
+from xform.train.clock import Clock
+from xform.train.watchdog import Watchdog, voice
+
+folder, rank = Path(sys.argv[1]), int(sys.argv[2])
+files = [folder / f"{other}.lock" for other in range(3)]
+own = files[rank].open("w")
+fcntl.flock(own, fcntl.LOCK_EX)
+(folder / f"{rank}.here").touch()
+while len(list(folder.glob("*.here"))) < 3:
+    time.sleep(0.01)
+if rank == int(sys.argv[3]):
+    time.sleep(600)
+
+def gone(other):
+    with files[other].open() as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
+
+clock = Clock()
+clock.enter("step", 4)
+time.sleep(0.1 * rank)
+with Watchdog(clock, 1.0, rank=rank, ranks=3, folder=folder):
+    while True:
+        if rank and gone(0):
+            os._exit(6)
+        if any(gone(other) for other in range(3) if other != rank):
+            with voice:
+                os._exit(1)
+        time.sleep(0.005)
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="there are no such locks")
+@pytest.mark.parametrize("stuck", [0, 2])
+def test_all_who_hang_speak_before_the_first_of_them_ends(tmp_path, stuck):
+    start = [sys.executable, "-c", HANGS, str(tmp_path)]
+    running = [
+        subprocess.Popen(
+            [*start, str(rank), str(stuck)], stderr=subprocess.PIPE, text=True, cwd=ROOT
+        )
+        for rank in range(3)
+    ]
+    try:
+        for rank in {0, 1, 2} - {stuck}:
+            said = running[rank].communicate(timeout=300)[1]
+            assert running[rank].returncode == HUNG, said
+            assert f"rank {rank} hangs: for 1.0 s it was at step 4 in phase `step`" in said
+            assert f"rank {stuck} gives no sign of life: it was last seen at step 0" in said
+    finally:
+        for process in running:
+            process.kill()
+            process.communicate()

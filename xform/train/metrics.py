@@ -34,7 +34,8 @@ class Metrics:
       tensorboard: Whether to write what TensorBoard reads, too, to a folder of that name.
 
     Raises:
-      ModuleNotFoundError: TensorBoard is asked for, and tensorboardX is not installed.
+      ModuleNotFoundError: matplotlib is not installed; or tensorboardX, and TensorBoard is asked
+        for.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -54,6 +55,10 @@ class Metrics:
         done: int = 0,
         tensorboard: bool = False,
     ):
+        # Now: it takes seconds on a machine that is new, and may be missing.
+        from matplotlib.figure import Figure  # without a window, on any machine
+
+        self._figure = Figure
         self.path = Path(folder) / "metrics.jsonl"
         self.picture = Path(folder) / "curves.png"
         self._last: dict = {}
@@ -123,9 +128,7 @@ class Metrics:
 
     def draw(self) -> None:
         """Draws the picture anew."""
-        from matplotlib.figure import Figure  # without a window, on any machine
-
-        figure = Figure(figsize=(7, 2.5 * len(self._panels)), layout="constrained")
+        figure = self._figure(figsize=(7, 2.5 * len(self._panels)), layout="constrained")
         columns = np.array(self._drawn, float).reshape(-1, 1 + len(self._panels)).T
         steps, *curves = (_thinned(x) for x in columns)
         axes = figure.subplots(len(self._panels), sharex=True, squeeze=False)[:, 0]

@@ -20,6 +20,7 @@ from jax.sharding import PartitionSpec as P
 
 from xform._compat import wait_at_barrier
 from xform.train.run import Stop, ending
+from xform.train.watchdog import voice
 
 _waited: Counter[str] = Counter()
 
@@ -143,7 +144,8 @@ def each_for_itself(program: str) -> Iterator[None]:
     """Ends the process at once where it fails and there are others.
 
     They wait for it in a sum or at a barrier, and it would wait for them to end together with it.
-    So they learn of it, by connections that break, and nothing is tidied up.
+    So they learn of it, by connections that break, and nothing is tidied up. A watchdog that speaks
+    already has the last word.
 
     Args:
       program: The file of the program, as `run.told` takes it.
@@ -160,7 +162,7 @@ def each_for_itself(program: str) -> Iterator[None]:
         if jax.process_count() == 1:
             raise
         words, code = ending(error, program)
-        with suppress(OSError):  # the disk may be full that it goes to
+        with suppress(OSError), voice:  # the disk may be full that it goes to
             os.write(2, f"rank {jax.process_index()}: {words}".encode(errors="replace"))
         os._exit(code)
 

@@ -3,7 +3,8 @@
 In a collective, a process waits for the others for as long as it takes, and nothing in it notices.
 So each has a watchdog that reads its clock. Of several processes, each also leaves a sign of life
 in a file now and then; whoever hangs reads those of the others, twice, and names the ranks that
-give none any more, or that are elsewhere.
+give none any more, or that are elsewhere. They speak before any of them ends, since the first one's
+end breaks the connections of all.
 """
 
 import json
@@ -24,6 +25,10 @@ HUNG = 75
 
 PATIENCE = {"start": 10.0, "compile": 10.0, "replay": 10.0, "end": 10.0}
 """How many times longer than others phases may take that compile programs or read data."""
+
+
+voice = threading.Lock()
+"""Held by a watchdog from its first word on, until the process ends."""
 
 
 class Watchdog:
@@ -56,7 +61,7 @@ class Watchdog:
         self._every = min(5.0, seconds / 10)
         self._main = threading.get_ident()
         self._end = threading.Event()
-        self._beat = 0
+        self._beat, self._spoken = 0, False
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
     def __enter__(self) -> "Watchdog":
@@ -73,8 +78,10 @@ class Watchdog:
             clock = self.clock
             limit = self.seconds * PATIENCE.get(clock.now, 1.0)
             if time.monotonic() - clock.moved > limit:
-                self._report(limit)
-                self.leave(HUNG)
+                with voice:
+                    self._report(limit)
+                    self._hear_out()
+                    self.leave(HUNG)
                 return
 
     def _sign(self) -> None:
@@ -82,6 +89,7 @@ class Watchdog:
         self._beat += 1
         if self.folder:
             sign = {"beat": self._beat, "step": self.clock.step, "phase": self.clock.now}
+            sign |= {"spoken": self._spoken}
             try:
                 self.folder.mkdir(exist_ok=True)
                 replace(self.folder / f"{self.rank}.json", json.dumps(sign).encode())
@@ -106,9 +114,20 @@ class Watchdog:
         for _ in range(4):
             time.sleep(self._every)
             self._sign()
-        # With rank 0, which the others are connected to, they would go before they have spoken.
-        time.sleep(0 if self.rank else 2 * self._every)
         return blamed(self.rank, before, signs(self.folder, self.ranks))
+
+    def _hear_out(self) -> None:
+        """Waits until all others have spoken; not for ever, since some may be gone."""
+        if not self.folder:
+            return
+        self._spoken = True
+        for _ in range(4):
+            self._sign()
+            if all(sign.get("spoken") for sign in signs(self.folder, self.ranks).values()):
+                break
+            time.sleep(self._every)
+        # All are connected to rank 0, and would end with it, by another code.
+        time.sleep(0 if self.rank else 2 * self._every)
 
 
 def signs(folder: Path, ranks: int) -> dict[int, dict]:
