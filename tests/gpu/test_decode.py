@@ -34,7 +34,8 @@ def test_gives_what_parts_give(sizes, mods, new, page):
     assert np.array_equal(np.isneginf(aux.lse), np.isneginf(true_aux.lse))
     seen = ~np.isneginf(aux.lse)
     np.testing.assert_allclose(aux.lse[seen], true_aux.lse[seen], atol=1e-4)
-    np.testing.assert_allclose(*(np.asarray(x, np.float32) for x in (out, true)), atol=1.6e-2)
+    out, true = (np.asarray(x, np.float32) for x in (out, true))
+    np.testing.assert_allclose(out, true, atol=1.6e-2)
 
 
 def test_which_says_so():

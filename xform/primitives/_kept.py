@@ -229,6 +229,7 @@ def _part(q, parts: Parts, n, score: Callable | None, seen: Callable, options: d
         return both(position >= first, seen(b, h, i, position))
 
     def modified(s, b, h, i, j):
+        assert score is not None
         b, position = at(b, j)
         return score(s, b, h, i, position)
 

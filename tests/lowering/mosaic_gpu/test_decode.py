@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -112,7 +113,7 @@ def normal(seed, *shape):
     return jax.random.normal(jax.random.key(seed), shape, jnp.bfloat16)
 
 
-def problem(new, page=0, size=32, heads=8, kv_heads=2, keys=512):
+def problem(new, page=0, size=32, heads=8, kv_heads=2, keys=512) -> tuple[Any, Any]:
     """Texts of 200 tokens, none and all; what lies behind an end is NaN."""
     lengths = jnp.array([200, 0, keys])
     there = (jnp.arange(keys)[None] < lengths[:, None])[..., None, None]
@@ -152,7 +153,8 @@ def test_gives_what_parts_give(new, mods, page, sizes, interpreted):
     seen = ~np.isneginf(aux.lse)
     np.testing.assert_allclose(aux.lse[seen], true_aux.lse[seen], atol=2e-5)
     assert not np.asarray(out, np.float32)[~seen].any()
-    np.testing.assert_allclose(*(np.asarray(x, np.float32) for x in (out, true)), atol=1.6e-2)
+    out, true = (np.asarray(x, np.float32) for x in (out, true))
+    np.testing.assert_allclose(out, true, atol=1.6e-2)
 
 
 @pytest.mark.slow
