@@ -254,7 +254,7 @@ class _Splitter:
 
     def _expensive(self, eqn: JaxprEqn, pair: str) -> bool:
         """Whether a function of the difference, or the key, holds more than cheap operations."""
-        if eqn.primitive.name not in _CHEAP or any(aval_of(v).shape for v in eqn.outvars):
+        if eqn.primitive.name not in _CHEAP or any(aval_of(v).size != 1 for v in eqn.outvars):
             return True
         inner = {v for v in eqn.invars if isinstance(v, Var) and self.classes[v].pair == pair}
         inner.difference_update(self.indices)
