@@ -9,9 +9,9 @@ read all keys and values, and nothing else of that size, so it can be no faster 
 last column is its rate by what a copy moves in the same run, read and written.
 
 A step goes through several layers with caches of their own, which do not fit into the second-level
-cache together: JAX calls one program for each, PyTorch replays one CUDA graph of all. A time is the
-median over rounds of steps in flight, by layer; peers take turns. Pages lie in any order; of peers,
-no one takes pages in a call of its own.
+cache together, in one program of JAX's or one CUDA graph of PyTorch's: from Python, the launch of a
+layer takes as long as the layer. A time is the median over rounds of steps in flight, by layer;
+peers take turns. Pages lie in any order; of peers, no one takes pages in a call of its own.
 """
 
 # pyright: reportMissingImports=false
@@ -86,10 +86,11 @@ def inputs(row: Row):
 
 
 def in_jax(f: Callable, q, caches, *rest) -> Callable:
+    """A program of one step."""
     import jax
 
-    run = jax.jit(f)
-    return lambda: [run(q, k, v, *rest) for k, v in caches]
+    run = jax.jit(lambda q, caches, *rest: [f(q, k, v, *rest) for k, v in caches])
+    return lambda: run(q, caches, *rest)
 
 
 def xform(row: Row) -> Callable:
