@@ -149,7 +149,7 @@ def paged_attention(
         caller="paged_attention",
     )  # fmt: skip
     options = {"scale": scale, "sinks": sinks, "aux": aux, "splits": splits}
-    cache = Cache(k_pages, v_pages, lengths, page_table)
+    cache = Cache(k_pages, v_pages, lengths, jnp.asarray(page_table))
     return _over_keys("paged_attention", q, cache, score_mod, mask_mod, options, implementation)
 
 
