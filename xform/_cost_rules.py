@@ -418,6 +418,15 @@ def _contract(eqn: JaxprEqn) -> Work:
     return Work(matrix=2 * math.prod(out) * summed, kind=eqn.params["dtype"].name)
 
 
+@cost_rule("kept_attention")
+def _kept_attention(eqn: JaxprEqn) -> Work:
+    """Both products with all keys that there is room for: what texts have of them is not known."""
+    q, k, v, _, *rest = (aval(x).shape for x in eqn.invars)
+    room = k[1] * (rest[0][1] if eqn.params["paged"] else 1)
+    pairs = math.prod(q[:3]) * room
+    return Work(matrix=2 * pairs * (q[3] + v[3]), other=4 * pairs, transcendentals=pairs)
+
+
 @cost_rule("fft")
 def _fft(eqn: JaxprEqn) -> Work:
     """`5 n log2 n` for n complex points, half of it for real ones (Golub and Van Loan, 1.4)."""

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tests.oracle import assert_as_right_as, in_float64, plain
-from xform.primitives import inference
+from xform.primitives import _kept, inference
 from xform.primitives.attention import flex_attention
 from xform.primitives.inference import decode_attention, merge, paged_attention
 from xform.primitives.masks import (
@@ -32,7 +32,7 @@ RNG = np.random.default_rng(0)
 @pytest.fixture(autouse=True)
 def small_parts(monkeypatch):
     """Parts of 16 keys, so that 70 are many."""
-    monkeypatch.setattr(inference, "_KEYS", 16)
+    monkeypatch.setattr(_kept, "_KEYS", 16)
 
 
 def normal(*shape, dtype="float32"):
@@ -235,10 +235,14 @@ def test_under_vmap_and_scan(how):
 
 def test_only_parts_that_are_seen_are_read():
     q, k, v = problem(1)
-    kept = inference._Keys(lambda n: (k, v, n), 16, S, lambda b, j: True, 1, ())
-    live = lambda lengths, mask: inference._live(
-        q.shape, kept, lengths, functools.partial(inference._seen, kept, lengths, 1, mask), 5
-    )
+
+    def live(lengths, mask):
+        cache = _kept.Cache(k, v, lengths)
+        seen = functools.partial(
+            inference._there, cache, functools.partial(inference._seen, lengths, 1, mask)
+        )
+        return _kept._live(q.shape, cache, _kept.Parts(lambda n: (k, v, n), 16, 1), seen, 5)
+
     some, late = jnp.array([3, 35, 18]), jnp.array([70, 66, 68])
     found = once(
         lambda: (
@@ -258,7 +262,7 @@ def test_only_parts_that_are_seen_are_read():
 
 @pytest.mark.parametrize("how", two_ways("pages"))
 def test_no_second_copy_of_the_keys(monkeypatch, how):
-    monkeypatch.setattr(inference, "_KEYS", 1024)
+    monkeypatch.setattr(_kept, "_KEYS", 1024)
     struct = jax.ShapeDtypeStruct
     pool, table = struct((600, 64, 2, 64), jnp.float32), struct((2, 256), jnp.int32)
     q, lengths = struct((2, 1, 4, 64), jnp.float32), struct((2,), jnp.int32)

@@ -75,7 +75,7 @@ def choose(
     reasons = mosaic_gpu.misfits(spec, q_shape, kv_len, v_size)
     if peak:
         reasons.append('`aux` asks for "max", whose derivative needs the key of each maximum')
-    return _chosen(implementation, reasons, device)
+    return chosen(implementation, reasons, device)
 
 
 def choose_for_sum(
@@ -96,11 +96,20 @@ def choose_for_sum(
         return Choice("blockwise", "asked for by name")
     from xform.lowering import mosaic_gpu
 
-    return _chosen(implementation, mosaic_gpu.gradient_misfits(fn, operands), device)
+    return chosen(implementation, mosaic_gpu.gradient_misfits(fn, operands), device)
 
 
-def _chosen(implementation: str | None, reasons: list[str], device: Device | None) -> Choice:
-    """The kernel if nothing is in its way."""
+def chosen(implementation: str | None, reasons: list[str], device: Device | None) -> Choice:
+    """Returns the kernel if nothing is in its way.
+
+    Args:
+      implementation: what the user asked for.
+      reasons: against it, beside the device.
+      device: what the program is lowered for; None if that is not known yet.
+
+    Raises:
+      NotImplementedError: if it was asked for by name and can't run, with all reasons.
+    """
     reasons = [*(device.misfits if device else ()), *reasons]
     if not reasons:
         return Choice("mosaic_gpu", "a kernel takes all of it")

@@ -272,11 +272,21 @@ def which(
         choice = choose_for_sum(asked, fn, (q, None, None, k, v), device)
     else:
         choice = choose(asked, spec, q.shape, *v.shape[1::2], peak="max" in aux, device=device)
+        if choice.name == "mosaic_gpu" and (words := _few(spec, q, k, v)):
+            return choice._replace(why=words)
     if mask is None:
         return choice
     sizes = _map_sizes(choice.name, spec, captures, context, q, k, v, device)
     words = remark(mask, **sizes) if sizes else ""
     return choice._replace(why="; ".join(filter(None, (choice.why, words))))
+
+
+def _few(spec: Spec, q, k, v) -> str:
+    """How the decoding kernel takes a call; nothing if it does not."""
+    from xform.lowering import mosaic_gpu
+
+    plan = mosaic_gpu.plan_if_few(spec, mosaic_gpu.Few.of(q, k, v))
+    return f"the decoding kernel takes all of it, its keys cut into {plan.splits}" if plan else ""
 
 
 def _map_sizes(name: str, spec: Spec, captures, context, q, k, v, device) -> dict[str, int]:

@@ -15,6 +15,7 @@ from jax import lax
 from xform.lowering._dropout import kept
 from xform.lowering._spec import EMPTY, FULL, PARTIAL, Spec
 from xform.lowering.mosaic_gpu._program import TileProgram, split
+from xform.lowering.mosaic_gpu._split_keys import Few, decode, plan_if_few
 from xform.lowering.mosaic_gpu._tuning import Tiles, tiles_of
 
 _DTYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
@@ -34,14 +35,8 @@ def misfits(spec: Spec, q_shape: Sequence[int], kv_len: int, v_size: int) -> lis
       kv_len: S.
       v_size: V.
     """
-    wrong = []
-    if spec.dtype not in _DTYPES:
-        wrong.append(f"q, k and v are {spec.dtype}; the tensor cores take bfloat16 and float16")
     size = max(q_shape[-1], v_size)
-    if size > _MOST:
-        wrong.append(f"a head size of {size}; at most {_MOST} fits in shared memory")
-    if max(q_shape[-3], kv_len) >= _LONGEST:
-        wrong.append(f"a length of {max(q_shape[-3], kv_len)}; at most {_LONGEST - 1}")
+    wrong = of_types(spec, size, max(q_shape[-3], kv_len))
     try:
         parts = programs(spec)
         if size <= _MOST:
@@ -51,9 +46,23 @@ def misfits(spec: Spec, q_shape: Sequence[int], kv_len: int, v_size: int) -> lis
     return wrong
 
 
+def of_types(spec: Spec, size: int, length: int) -> list[str]:
+    """Returns why no kernel takes arrays with heads of `size` and texts of `length`, at most."""
+    wrong = []
+    if spec.dtype not in _DTYPES:
+        wrong.append(f"q, k and v are {spec.dtype}; the tensor cores take bfloat16 and float16")
+    if size > _MOST:
+        wrong.append(f"a head size of {size}; at most {_MOST} fits in shared memory")
+    if length >= _LONGEST:
+        wrong.append(f"a length of {length}; at most {_LONGEST - 1}")
+    return wrong
+
+
 @functools.lru_cache(maxsize=1024)
-def programs(spec: Spec) -> tuple[TileProgram | None, TileProgram | None, TileProgram | None]:
-    """The user's score, mask and dropout, split for a kernel.
+def programs(
+    spec: Spec, few: bool = False
+) -> tuple[TileProgram | None, TileProgram | None, TileProgram | None]:
+    """The user's score, mask and dropout, split for a kernel; for one of `few` queries.
 
     Raises:
       NotImplementedError: lists what has no form in one.
@@ -65,7 +74,7 @@ def programs(spec: Spec) -> tuple[TileProgram | None, TileProgram | None, TilePr
         ("score_mod", spec.score, True), ("mask_mod", spec.mask, False), ("dropout", drop, False),
     ):  # fmt: skip
         try:
-            split_one = jaxpr and split(jaxpr, score=score, reads=reads if score else None)
+            split_one = jaxpr and split(jaxpr, score=score, reads=reads if score else None, few=few)
             parts.append(split_one)
         except NotImplementedError as e:
             wrong.append(f"in `{name}`: {e}")
@@ -133,6 +142,12 @@ def _attend(
 
     (batch, q_len, heads, size), kv_len, v_size = q.shape, k.shape[1], v.shape[-1]
     mods_batch = batch if mods_batch is None else mods_batch
+    few = Few.of(q, k, v)
+    if tiles is None and (plan := plan_if_few(spec, few)):
+        return decode(
+            spec, block_map, q, k, v, captures, context, origin=origin, dtype=dtype,
+            mods_batch=mods_batch, plan=plan, interpret=interpret,
+        )  # fmt: skip
     parts = programs(spec)
     tiles = tiles or tiles_of(parts, kv_len, size, v_size, device)
     mods = Mods.of(spec, parts, captures, context)

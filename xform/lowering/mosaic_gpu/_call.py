@@ -94,11 +94,36 @@ class Walk:
 
 
 @dataclasses.dataclass(frozen=True)
+class Kept:
+    """Which keys there are of a tile that reaches beyond a text, or lies in pages.
+
+    Attributes:
+      end: keys from it on are not there.
+      pages: which of its pages are, one bit each; None without pages.
+      size: of the keys of a page, the logarithm by 2.
+    """
+
+    end: jax.Array
+    pages: jax.Array | None = None
+    size: int = 0
+
+    def visible(self, k0, column) -> list:
+        """Conditions on a tile, whose columns are `column`."""
+        seen = [column + k0 < self.end]
+        if self.pages is not None:
+            page = lax.shift_right_logical(column, jnp.full_like(column, self.size))
+            bit = lax.shift_right_logical(jnp.full_like(column, self.pages), page)
+            seen.append(lax.bitwise_and(bit, jnp.full_like(column, 1)) == 1)
+        return seen
+
+
+@dataclasses.dataclass(frozen=True)
 class Place:
-    """Where a tile is: its first query and its first key."""
+    """Where a tile is: its first query and its first key, and which keys there are if not all."""
 
     q0: jax.Array
     k0: jax.Array
+    kept: Kept | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -274,7 +299,7 @@ class Call:
             s_tile = s_tile * programs.scale
         if programs.score is not None:
             s_tile = self.run(programs.score, place, values, s_tile)
-        if not self.masked:
+        if not self.masked and place.kept is None:
             return s_tile, factor
         hide = lambda s_tile: jnp.where(self.visible(place, values), s_tile, -jnp.inf)
         return lax.cond(partial, hide, lambda s_tile: s_tile, s_tile), factor
@@ -298,6 +323,9 @@ class Call:
             for pair, length in self._edges
             for start in [place.q0 if pair == ROW else place.k0]
         ]
+        if place.kept is not None:
+            column = self.mma.index(int32(0), self.shape, self.dim(COL), jnp.int32)
+            seen += place.kept.visible(place.k0, column)
         if self.programs.mask is not None:
             seen.insert(0, self.run(self.programs.mask, place, values))
         return functools.reduce(jnp.logical_and, seen)

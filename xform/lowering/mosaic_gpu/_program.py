@@ -181,13 +181,16 @@ def derivatives(jaxpr: Jaxpr, wanted: Sequence[int]) -> Jaxpr:
     return jax.make_jaxpr(program)(*structs).jaxpr
 
 
-def split(jaxpr: Jaxpr, *, score: bool, reads: Sequence[Read] | None = None) -> TileProgram:
+def split(
+    jaxpr: Jaxpr, *, score: bool, reads: Sequence[Read] | None = None, few: bool = False
+) -> TileProgram:
     """Splits a mod.
 
     Args:
       jaxpr: `(b, h, q, k, *arrays) -> out` for a mask, `(score, b, h, q, k, *loaded) -> scores`.
       score: whether it is a score mod.
       reads: what each of `loaded` is.
+      few: whether so few queries meet a key that what is cheap costs less than to load it.
 
     Raises:
       NotImplementedError: lists all that has no form inside a kernel.
@@ -198,14 +201,15 @@ def split(jaxpr: Jaxpr, *, score: bool, reads: Sequence[Read] | None = None) -> 
     given = [*[Class("", TILE)] * score, *INDICES, *arrays]
     flat = scalars(flat, classify(flat, given))
     classes = classify(flat, given)
-    return _Splitter(flat, score, classes, tuple(reads or ())).result()
+    return _Splitter(flat, score, classes, tuple(reads or ()), few).result()
 
 
 class _Splitter:
     """Decides for each equation on which side it runs, and builds the two programs."""
 
-    def __init__(self, jaxpr: Jaxpr, score: bool, classes: dict[Var, Class], reads):
+    def __init__(self, jaxpr: Jaxpr, score: bool, classes: dict[Var, Class], reads, few: bool):
         self.jaxpr, self.score, self.classes, self.reads = jaxpr, score, classes, reads
+        self.kinds = (BAND, COL) if few else (BAND,)
         self.indices = jaxpr.invars[score : score + 4]
         self.lookups = self._lookups()
         self.inside = [eqn for eqn in jaxpr.eqns if self._is_inside(eqn)]
@@ -238,8 +242,8 @@ class _Splitter:
         if eqn.outvars[0] in self.lookups:
             return False
         pair = self.classes[eqn.outvars[0]].pair
-        if pair == BAND:
-            return not self._expensive(eqn)
+        if pair in self.kinds and not self._expensive(eqn, pair):
+            return True
         if eqn.primitive.name == "convert_element_type" and eqn.invars[0] in self.indices:
             return True
         return pair == TILE
@@ -248,12 +252,14 @@ class _Splitter:
     def _makers(self) -> dict[Var, JaxprEqn]:
         return {v: eqn for eqn in self.jaxpr.eqns for v in eqn.outvars}
 
-    def _expensive(self, eqn: JaxprEqn) -> bool:
-        """Whether a function of the difference holds more than a few cheap operations."""
-        if eqn.primitive.name not in _CHEAP:
+    def _expensive(self, eqn: JaxprEqn, pair: str) -> bool:
+        """Whether a function of the difference, or the key, holds more than cheap operations."""
+        if eqn.primitive.name not in _CHEAP or any(aval_of(v).size != 1 for v in eqn.outvars):
             return True
-        inner = (v for v in eqn.invars if isinstance(v, Var) and self.classes[v].pair == BAND)
-        return any(v not in self._makers or self._expensive(self._makers[v]) for v in inner)
+        inner = {v for v in eqn.invars if isinstance(v, Var) and self.classes[v].pair == pair}
+        inner.difference_update(self.indices)
+        made = self._makers
+        return any(v not in made or self._expensive(made[v], pair) for v in inner)
 
     def result(self) -> TileProgram:
         self._check()
