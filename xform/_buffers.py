@@ -14,6 +14,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -105,6 +106,7 @@ class Plan:
         cpu: bool = False,
         eager: bool = False,
     ):
+        self.given = region
         self.region = region = _eager(region) if eager else region
         self.local, self.donated, self.body = local, dict(donated or {}), body
         self.cpu, self.eager = cpu, eager
@@ -117,6 +119,13 @@ class Plan:
         self.kept = self._kept()
         self.leaves = self._leaves()
         self.bent = self._bent() if cpu else {}
+
+    def otherwise(self) -> Plan:
+        """The same buffers with nodes in the other order: which they are, no order decides."""
+        other = copy.copy(self)
+        other.eager = not self.eager
+        other.region = _eager(self.given) if other.eager else self.given
+        return other
 
     def bytes(self, v: Value) -> int:
         return self.local.get(v, v.bytes)

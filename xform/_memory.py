@@ -186,7 +186,7 @@ def memory_of(
     matched = _match(inputs, donated, region.outputs)
     plan = Plan(region, shares, donated=matched, cpu=breadth_first, eager=breadth_first)
     found = plan.peak()
-    other = Plan(region, shares, donated=matched, cpu=breadth_first, eager=not breadth_first).peak()
+    other = plan.otherwise().peak()
     taken = list(matched.values())
     results = [v for v in region.outputs if v not in taken or taken.remove(v)]
     size = lambda values: sum(map(plan.bytes, values))

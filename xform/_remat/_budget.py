@@ -7,6 +7,7 @@ budget never need more: if it takes another plan, then because the first needs m
 
 from __future__ import annotations
 
+import bisect
 import gc
 import itertools
 import math
@@ -26,7 +27,7 @@ from xform._remat._jaxprs import build, renamed, substitute
 from xform._remat._kinds import kind_of, nbytes
 from xform._remat._plans import Inner, frontier_of
 from xform._remat._primitive import linear_p
-from xform._remat._regions import ROW, Choice, Divide, row
+from xform._remat._regions import ROW, Choice, Divide, layers
 from xform.jaxpr import source_line, walk
 
 type Budget = int | float | str
@@ -102,11 +103,13 @@ class Candidate:
 
     Attributes:
       choice: what was tried.
+      divided: the program with its regions; equal ones of other plans are known by these.
       halves: the two programs.
       scratch: bytes that its products take besides.
     """
 
     choice: Choice
+    divided: Jaxpr
     halves: Halves
     scratch: int = 0
 
@@ -139,9 +142,13 @@ class Candidate:
     @cached_property
     def saved_bytes(self) -> int:
         """What the forward pass makes for the backward, on one device."""
+        return sum(self._saved_sizes)
+
+    @property
+    def _saved_sizes(self) -> list[int]:
         inputs = set(self.halves.joint.inputs)
         kept = (v for v in self.halves.saved if v not in inputs)
-        return sum(nbytes(v) for v in kept if v not in self.halves.cut.hosted)
+        return [nbytes(v) for v in kept if v not in self.halves.cut.hosted]
 
     @cached_property
     def peak(self) -> int:
@@ -152,12 +159,19 @@ class Candidate:
         unknown = int(_UNKNOWN * max(0, most - self.saved_bytes))
         return most + unknown + self.scratch
 
-    @property
+    @cached_property
     def _at_least(self) -> int:
-        """What is saved, but for what finds room where the results will be."""
+        """What is saved, but for what finds room where the results will be: one value in each."""
         joint = self.halves.joint
         gradients = (v for v, moves in zip(joint.inputs, joint.active, strict=True) if moves)
-        return self.saved_bytes - sum(map(nbytes, [*joint.outputs, *gradients]))
+        homes = sorted(map(nbytes, [*joint.outputs, *gradients]))
+        found = taken = 0
+        for size in sorted(self._saved_sizes, reverse=True):
+            if taken < len(homes) - bisect.bisect_left(homes, size):
+                taken += 1
+            else:
+                found += size
+        return found
 
     def fits(self, budget: int) -> bool:
         """Whether it needs no more; what it saves may say so before all else is known."""
@@ -183,7 +197,8 @@ class Search:
             )  # fmt: skip
             plan = Inner(choice.price, settings)
             halves = plan.halves(divided, self.active)
-            self._tried[choice] = Candidate(choice, halves, self.scratch * self._multiplies)
+            scratch = self.scratch * self._multiplies
+            self._tried[choice] = Candidate(choice, divided, halves, scratch)
         return self._tried[choice]
 
     @cached_property
@@ -205,7 +220,7 @@ class Search:
     def divided(self) -> int:
         """How many layers stand in a row; 1 for none that do, 0 where there is no loop either."""
         loops = any(s.eqn.primitive.name == "scan" for s in walk(self.jaxpr))
-        return max(len(row(self.jaxpr)), int(loops))
+        return max(len(layers(self.jaxpr)), int(loops))
 
     @property
     def candidates(self) -> list[Candidate]:
@@ -214,7 +229,7 @@ class Search:
 
     def _finer(self, fast: Choice, small: Choice) -> list[Choice]:
         """Between two plans for a row of layers: those where the first layers follow the second."""
-        n = len(row(self.jaxpr))
+        n = len(layers(self.jaxpr))
         if n < ROW or fast.levels != small.levels:
             return []
         steps = dict.fromkeys(n * i // _STEPS for i in range(1, _STEPS))

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from xform._compat import Jaxpr, weakref_lru_cache
+from xform._compat import Jaxpr, JaxprEqn, Var, weakref_lru_cache
 from xform._remat._cut import Cut, Graph, Settings, chosen, frontier
 from xform._remat._halves import Halves
 from xform._remat._joint import Joint, linearize
-from xform._remat._row import is_row, linearize_row
+from xform._remat._row import is_row, linearize_row, picks
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Inner:
     def halves(self, jaxpr: Jaxpr, active: tuple[bool, ...]) -> Halves:
         joint = joint_of(jaxpr, active)
         if self.settings is None:
-            return Halves(joint, Cut(tuple(joint.needed), (), 0, 0), self.barrier)
+            return Halves(joint, _asked(joint), self.barrier)
         return Halves(joint, self._cut(joint), self.barrier, self.settings)
 
     def _cut(self, joint: Joint) -> Cut:
@@ -49,6 +49,22 @@ class Inner:
 @weakref_lru_cache
 def joint_of(jaxpr: Jaxpr, active: tuple[bool, ...]) -> Joint:
     return linearize_row(jaxpr, active) if is_row(jaxpr) else linearize(jaxpr, active)
+
+
+def _asked(joint: Joint) -> Cut:
+    """Saves what the regions of a row ask for; what is part of an argument is picked out again."""
+    picked = {v: eqn for eqn in picks(joint.eqns, joint.inputs) for v in eqn.outvars}
+    saved: dict[Var, None] = {}
+    again: dict[int, JaxprEqn] = {}
+    todo = list(reversed(joint.needed))
+    while todo:
+        v = todo.pop()
+        if (eqn := picked.get(v)) is None:
+            saved[v] = None
+        elif id(eqn) not in again:
+            again[id(eqn)] = eqn
+            todo += [u for u in eqn.invars if isinstance(u, Var)]
+    return Cut(tuple(saved), tuple(e for e in joint.eqns if id(e) in again), 0, 0)
 
 
 @weakref_lru_cache
