@@ -59,6 +59,8 @@ _IN_PLACE = _names(
 )
 
 
+# Loops over tiles, which add up their results from zeros on.
+_ATTENTION = ("flex_attention", "tile_sum")
 _SPREAD = ("broadcast_in_dim", "iota")
 # What reads other places than it writes.
 _MOVES = _names(
@@ -284,6 +286,9 @@ class Plan:
         for span in spans:
             ending.setdefault(span.end, []).append(span)
         skip = self._in_carry(last)
+        # Where nodes run as soon as they can, what starts from zeros starts at once: a copy of
+        # zeros, which are there until the last such copy begins to change.
+        zeros: dict[int, _Span] = {}
         for i, node in enumerate(nodes):
             over = ending.get(i, [])
             for j, v in enumerate(node.outs):
@@ -298,12 +303,15 @@ class Plan:
                 if span is None:
                     span = _Span(size, i, i, [])
                     spans.append(span)
+                    if self.eager and node.name in _ATTENTION:
+                        span.start, span.values = 0, [(0, v)]
+                        zeros[size] = _Span(size, 0, i, [(0, v)])
                 else:
                     over.remove(span)
                 span.values.append((i, v))
                 span.end = max(i, last.get(v, i))
                 ending.setdefault(span.end, []).append(span)
-        return spans
+        return [*spans, *zeros.values()]
 
     def _in_carry(self, last: Mapping[Value, int]) -> set[Value]:
         """New values of a loop's carry that are made where the old one is no longer needed."""
@@ -385,7 +393,7 @@ class Plan:
     def _inside(self, node: Node) -> Peak:
         """The peak of what a node runs, beyond its operands and results."""
         best = Peak()
-        if node.name in ("flex_attention", "tile_sum"):
+        if node.name in _ATTENTION:
             most = _peak_of(attention_program(node), self.cpu, self.eager)
             return Peak(max(0, most - sum(map(self.bytes, node.outs))))
         for region in node.regions.values():
