@@ -107,11 +107,14 @@ class Plan:
         body: Node | None = None,
         cpu: bool = False,
         eager: bool = False,
+        at_once: bool | None = None,
     ):
         self.given = region
         self.region = region = _eager(region) if eager else region
         self.local, self.donated, self.body = local, dict(donated or {}), body
         self.cpu, self.eager = cpu, eager
+        # Whether sums start as soon as zeros can be made, as they do on a CPU.
+        self.at_once = cpu if at_once is None else at_once
         self.stacked = self._stacked(body)
         self.view: dict[Value, Value] = {}
         for node in region.nodes:
@@ -303,7 +306,7 @@ class Plan:
                 if span is None:
                     span = _Span(size, i, i, [])
                     spans.append(span)
-                    if self.eager and node.name in _ATTENTION:
+                    if self.eager and self.at_once and node.name in _ATTENTION:
                         span.start, span.values = 0, [(0, v)]
                         zeros[size] = _Span(size, 0, i, [(0, v)])
                 else:
@@ -399,7 +402,9 @@ class Plan:
         for region in node.regions.values():
             if node.name == "pallas_call":
                 continue
-            found = Plan(region, self.local, body=node, cpu=self.cpu, eager=self.eager).peak()
+            found = Plan(
+                region, self.local, body=node, cpu=self.cpu, eager=self.eager, at_once=self.at_once
+            ).peak()
             best = max(best, found, key=lambda p: p.bytes)
         return best
 

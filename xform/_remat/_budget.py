@@ -86,7 +86,8 @@ class Outer:
     device: str | None = None
 
     def plans(self, jaxpr: Jaxpr, active: tuple[bool, ...]) -> Search:
-        return search(jaxpr, active, self.settings, scratch(self.device))
+        on_cpu = orders_breadth_first(self.device or jax.default_backend())
+        return search(jaxpr, active, self.settings, scratch(self.device), on_cpu)
 
     def halves(self, jaxpr: Jaxpr, active: tuple[bool, ...]) -> Halves:
         plans = self.plans(jaxpr, active)
@@ -106,12 +107,14 @@ class Candidate:
       divided: the program with its regions; equal ones of other plans are known by these.
       halves: the two programs.
       scratch: bytes that its products take besides.
+      on_cpu: whether it will run there.
     """
 
     choice: Choice
     divided: Jaxpr
     halves: Halves
     scratch: int = 0
+    on_cpu: bool = False
 
     def program(self) -> Jaxpr:
         """Results and gradients in one, as it runs; made anew, since it is large."""
@@ -137,7 +140,7 @@ class Candidate:
     @cached_property
     def memory(self) -> Memory:
         """What it needs where a compiler orders for memory, as accelerators' do."""
-        return memory_of(self.program(), device="accelerator")
+        return memory_of(self.program(), device="accelerator", at_once=self.on_cpu)
 
     @cached_property
     def saved_bytes(self) -> int:
@@ -186,6 +189,7 @@ class Search:
     active: tuple[bool, ...]
     settings: Settings
     scratch: int = 0
+    on_cpu: bool = False
     _tried: dict[Choice, Candidate] = field(default_factory=dict)
 
     def candidate(self, choice: Choice) -> Candidate:
@@ -198,7 +202,7 @@ class Search:
             plan = Inner(choice.price, settings)
             halves = plan.halves(divided, self.active)
             scratch = self.scratch * self._multiplies
-            self._tried[choice] = Candidate(choice, divided, halves, scratch)
+            self._tried[choice] = Candidate(choice, divided, halves, scratch, self.on_cpu)
         return self._tried[choice]
 
     @cached_property
@@ -325,9 +329,11 @@ class Search:
 
 
 @weakref_lru_cache
-def search(jaxpr: Jaxpr, active: tuple[bool, ...], settings: Settings, scratch: int = 0) -> Search:
+def search(
+    jaxpr: Jaxpr, active: tuple[bool, ...], settings: Settings, scratch: int, on_cpu: bool
+) -> Search:
     """The plans of a program, found once."""
-    return Search(jaxpr, active, settings, scratch)
+    return Search(jaxpr, active, settings, scratch, on_cpu)
 
 
 def scratch(device: str | None) -> int:
