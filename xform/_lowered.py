@@ -44,8 +44,9 @@ def lowered(eqn: JaxprEqn) -> Jaxpr | None:
     """The program that the primitive of an equation is lowered to, if it is one of these."""
     if (impl := _LOWERINGS.get(eqn.primitive.name)) is None:
         return None
-    avals = tuple((v.aval.shape, v.aval.dtype) for v in eqn.invars)
-    return _program(impl, tuple(eqn.params.items()), avals, jax.default_backend() == "cpu")
+    avals: list[Any] = [v.aval for v in eqn.invars]
+    types = tuple((aval.shape, aval.dtype) for aval in avals)
+    return _program(impl, tuple(eqn.params.items()), types, jax.default_backend() == "cpu")
 
 
 @weakref_lru_cache

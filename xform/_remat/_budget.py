@@ -27,7 +27,7 @@ from xform._remat._jaxprs import build, renamed, substitute
 from xform._remat._kinds import kind_of, nbytes
 from xform._remat._plans import Inner, frontier_of
 from xform._remat._primitive import linear_p
-from xform._remat._regions import ROW, Choice, Divide, layers
+from xform._remat._regions import ROW, Choice, Divide, Layer, layers
 from xform.jaxpr import source_line, walk
 
 type Budget = int | float | str
@@ -224,16 +224,20 @@ class Search:
     def divided(self) -> int:
         """How many layers stand in a row; 1 for none that do, 0 where there is no loop either."""
         loops = any(s.eqn.primitive.name == "scan" for s in walk(self.jaxpr))
-        return max(len(layers(self.jaxpr)), int(loops))
+        return max(len(self._layers), int(loops))
 
     @property
     def candidates(self) -> list[Candidate]:
         """All plans, from the fastest on."""
         return [self.candidate(choice) for choice in self.choices]
 
+    @property
+    def _layers(self) -> list[Layer]:
+        return layers(self.jaxpr, (True,) * len(self.jaxpr.invars))
+
     def _finer(self, fast: Choice, small: Choice) -> list[Choice]:
         """Between two plans for a row of layers: those where the first layers follow the second."""
-        n = len(layers(self.jaxpr))
+        n = len(self._layers)
         if n < ROW or fast.levels != small.levels:
             return []
         steps = dict.fromkeys(n * i // _STEPS for i in range(1, _STEPS))

@@ -61,7 +61,7 @@ class Divide:
         """A program with its inner programs divided, and whether it is a row of layers."""
         jaxpr = self.inner(jaxpr, free, self.choice.levels)
         known = {v for v, f in zip(jaxpr.invars, free, strict=True) if f}
-        found = layers(jaxpr)
+        found = layers(jaxpr, tuple(free))
         if len(found) < ROW:
             return jaxpr, False
         return self._row(jaxpr, found, known), True
@@ -106,7 +106,7 @@ class Divide:
             eqns.append(as_region(own, plan, program=program))
         for _ in range(self.choice.levels - 1):
             eqns = self._together(eqns, jaxpr.outvars, common)
-        eqns = before_readers(picks(jaxpr.eqns, jaxpr.invars), eqns)
+        eqns = before_readers(picked, eqns)
         return build(jaxpr.invars, jaxpr.outvars, eqns)
 
     def _together(
@@ -196,7 +196,7 @@ class Divide:
         free = [v in known for v in eqn.invars]
         flat, is_row = self.whole(flat, free)
         settings = None if is_row else replace(self.settings(free), loops=False)
-        body = enclosed(flat, Inner(self.choice.price, settings))
+        body = enclosed(flat, Inner(self.choice.price, settings, free=tuple(free)))
         yield eqn.replace(params={**eqn.params, "jaxpr": body})
 
 
@@ -298,9 +298,10 @@ class Layer(NamedTuple):
 
 
 @weakref_lru_cache
-def layers(jaxpr: Jaxpr) -> list[Layer]:
-    """The layers of a program; what they read of its arguments is picked out before."""
-    apart = {id(eqn) for eqn in picks(jaxpr.eqns, jaxpr.invars)}
+def layers(jaxpr: Jaxpr, free: tuple[bool, ...]) -> list[Layer]:
+    """The layers of a program; what they read of its free inputs is picked out before."""
+    there = [v for v, is_free in zip(jaxpr.invars, free, strict=True) if is_free]
+    apart = {id(eqn) for eqn in picks(jaxpr.eqns, there)}
     rest = [eqn for eqn in jaxpr.eqns if id(eqn) not in apart]
     between = build(jaxpr.invars, jaxpr.outvars, rest)
     return [Layer(piece, intern(piece)) for piece in pieces(between, row(between))]

@@ -70,7 +70,8 @@ def linearize_row(jaxpr: Jaxpr, active: tuple[bool, ...]) -> Joint:
         if eqn.primitive is not region_p:
             first.append(eqn)
             moves.update((v, Var(v.aval.to_tangent_aval())) for v in eqn.outvars)
-            linear.append(substitute(eqn, moves))
+            own = [v for v in [*eqn.invars, *eqn.outvars] if isinstance(v, Var)]
+            linear.append(substitute(eqn, {v: moves[v] for v in own}))
             continue
         halves = halves_of(eqn.params["call_jaxpr"], moving, eqn.params["plan"])
         given = dict(zip(halves.joint.inputs, eqn.invars, strict=True))
@@ -133,7 +134,7 @@ def _transpose(linear: Jaxpr, n: int, zeros: tuple[bool, ...]) -> tuple[Jaxpr, t
             saved, tangents = eqn.invars[: halves.count], eqn.invars[halves.count :]
             program, gone = halves.backward(none)
         else:
-            saved, tangents = [], eqn.invars
+            saved, tangents = [], [v for v in eqn.invars if isinstance(v, Var)]
             program, gone = transpose(build(tangents, eqn.outvars, [eqn]), 0, none)
         arriving = [sums[v] for v in eqn.outvars if v in sums]
         made = [Var(t) for t in program.out_avals]
