@@ -14,6 +14,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -58,6 +59,8 @@ _IN_PLACE = _names(
 )
 
 
+# Loops over tiles, which add up their results from zeros on.
+_ATTENTION = ("flex_attention", "tile_sum")
 _SPREAD = ("broadcast_in_dim", "iota")
 # What reads other places than it writes.
 _MOVES = _names(
@@ -104,10 +107,14 @@ class Plan:
         body: Node | None = None,
         cpu: bool = False,
         eager: bool = False,
+        at_once: bool | None = None,
     ):
+        self.given = region
         self.region = region = _eager(region) if eager else region
         self.local, self.donated, self.body = local, dict(donated or {}), body
         self.cpu, self.eager = cpu, eager
+        # Whether sums start as soon as zeros can be made, as they do on a CPU.
+        self.at_once = cpu if at_once is None else at_once
         self.stacked = self._stacked(body)
         self.view: dict[Value, Value] = {}
         for node in region.nodes:
@@ -117,6 +124,13 @@ class Plan:
         self.kept = self._kept()
         self.leaves = self._leaves()
         self.bent = self._bent() if cpu else {}
+
+    def otherwise(self) -> Plan:
+        """The same buffers with nodes in the other order: which they are, no order decides."""
+        other = copy.copy(self)
+        other.eager = not self.eager
+        other.region = _eager(self.given) if other.eager else self.given
+        return other
 
     def bytes(self, v: Value) -> int:
         return self.local.get(v, v.bytes)
@@ -275,6 +289,9 @@ class Plan:
         for span in spans:
             ending.setdefault(span.end, []).append(span)
         skip = self._in_carry(last)
+        # Where nodes run as soon as they can, what starts from zeros starts at once: a copy of
+        # zeros, which are there until the last such copy begins to change.
+        zeros: dict[int, _Span] = {}
         for i, node in enumerate(nodes):
             over = ending.get(i, [])
             for j, v in enumerate(node.outs):
@@ -289,12 +306,15 @@ class Plan:
                 if span is None:
                     span = _Span(size, i, i, [])
                     spans.append(span)
+                    if self.eager and self.at_once and node.name in _ATTENTION:
+                        span.start, span.values = 0, [(0, v)]
+                        zeros[size] = _Span(size, 0, i, [(0, v)])
                 else:
                     over.remove(span)
                 span.values.append((i, v))
                 span.end = max(i, last.get(v, i))
                 ending.setdefault(span.end, []).append(span)
-        return spans
+        return [*spans, *zeros.values()]
 
     def _in_carry(self, last: Mapping[Value, int]) -> set[Value]:
         """New values of a loop's carry that are made where the old one is no longer needed."""
@@ -376,13 +396,15 @@ class Plan:
     def _inside(self, node: Node) -> Peak:
         """The peak of what a node runs, beyond its operands and results."""
         best = Peak()
-        if node.name in ("flex_attention", "tile_sum"):
+        if node.name in _ATTENTION:
             most = _peak_of(attention_program(node), self.cpu, self.eager)
             return Peak(max(0, most - sum(map(self.bytes, node.outs))))
         for region in node.regions.values():
             if node.name == "pallas_call":
                 continue
-            found = Plan(region, self.local, body=node, cpu=self.cpu, eager=self.eager).peak()
+            found = Plan(
+                region, self.local, body=node, cpu=self.cpu, eager=self.eager, at_once=self.at_once
+            ).peak()
             best = max(best, found, key=lambda p: p.bytes)
         return best
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 
-from xform._compat import Jaxpr, JaxprEqn, Var, dense_ragged_dot
+from xform._compat import Jaxpr, JaxprEqn, Var, dense_ragged_dot, weakref_lru_cache
 from xform.jaxpr import carried
 from xform.lowering._tile_fn import primal
 from xform.primitives import cross_entropy, tile_sum
@@ -44,13 +44,19 @@ def lowered(eqn: JaxprEqn) -> Jaxpr | None:
     """The program that the primitive of an equation is lowered to, if it is one of these."""
     if (impl := _LOWERINGS.get(eqn.primitive.name)) is None:
         return None
+    avals: list[Any] = [v.aval for v in eqn.invars]
+    types = tuple((aval.shape, aval.dtype) for aval in avals)
+    return _program(impl, tuple(eqn.params.items()), types, jax.default_backend() == "cpu")
+
+
+@weakref_lru_cache
+def _program(impl: Callable, params: tuple, avals: tuple, cpu: bool) -> Jaxpr:
+    """The program of a lowering: plans that are compared with each other ask for it often."""
     # Counted in the form for any device, whatever was asked for: kernels make the same products.
-    device = Device("cpu" if jax.default_backend() == "cpu" else "any", counted=True)
-    struct = lambda aval: jax.ShapeDtypeStruct(aval.shape, aval.dtype)
-    avals = [struct(v.aval) for v in eqn.invars]
-    run = partial(impl, device=device, auto=False, **eqn.params)
-    program = jax.make_jaxpr(run)(*avals)
-    if (fn := eqn.params.get("fn")) is None:
+    device = Device("cpu" if cpu else "any", counted=True)
+    run = partial(impl, device=device, auto=False, **dict(params))
+    program = jax.make_jaxpr(run)(*(jax.ShapeDtypeStruct(*aval) for aval in avals))
+    if (fn := dict(params).get("fn")) is None:
         return program
     known = primal(fn)
     fresh = [*(not own for own in known), *[False] * (len(avals) - len(known))]

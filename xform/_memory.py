@@ -171,8 +171,12 @@ def memory_of(
     names: Sequence[str] = (),
     donated: Sequence[bool] = (),
     device: str | None = None,
+    at_once: bool | None = None,
 ) -> Memory:
-    """Returns what a closed jaxpr needs; `args` may carry shardings, `names` are for the report."""
+    """Returns what a closed jaxpr needs; `args` may carry shardings, `names` are for the report.
+
+    `at_once`: whether sums start as soon as they can, breadth first; by default on a CPU.
+    """
     donated = list(donated) or given_away(jaxpr)
     name = device or jax.default_backend()
     region = prune(merge(program(jaxpr, lower=lowered if "tpu" in name.lower() else dense)))
@@ -184,9 +188,11 @@ def memory_of(
     names = list(names) or [f"[{i}]" for i in range(len(inputs))]
     label = {v: f"argument{name}" for v, name in zip(inputs, names, strict=True)}
     matched = _match(inputs, donated, region.outputs)
-    plan = Plan(region, shares, donated=matched, cpu=breadth_first, eager=breadth_first)
+    plan = Plan(
+        region, shares, donated=matched, cpu=breadth_first, eager=breadth_first, at_once=at_once
+    )
     found = plan.peak()
-    other = Plan(region, shares, donated=matched, cpu=breadth_first, eager=not breadth_first).peak()
+    other = plan.otherwise().peak()
     taken = list(matched.values())
     results = [v for v in region.outputs if v not in taken or taken.remove(v)]
     size = lambda values: sum(map(plan.bytes, values))

@@ -18,6 +18,7 @@ from xform._hlo import compile_for
 from xform._remat._cut import Settings, frontier
 from xform._remat._jaxprs import flatten
 from xform._remat._joint import linearize
+from xform._remat._regions import layers
 
 S = jax.ShapeDtypeStruct
 
@@ -279,6 +280,26 @@ def test_offloaded_residuals_of_a_scan_leave_the_device():
     ]
     assert [m.host_temp_size_in_bytes for m in found] == [0, stack]
     assert found[0].temp_size_in_bytes - found[1].temp_size_in_bytes >= 0.8 * stack
+
+
+def test_layers_that_slice_stacked_parameters_are_repeats():
+    """Planned once, and what they slice is sliced again, not kept."""
+
+    def f(p, x):
+        for i in range(6):
+            x = mlp(x, jax.tree.map(lambda w: w[i], p))  # noqa: B023
+        return (x**2).mean()
+
+    args = mlp_params(6), f32(128, 64)
+    jaxpr, _ = flatten(jax.make_jaxpr(f)(*args))
+    found = layers(jaxpr, (True,) * len(jaxpr.invars))
+    assert len(found) >= 6
+    assert len({layer.program for layer in found}) <= 3
+    told = remat.report(f, budget=0.5)(*args)
+    assert not {"f32[64,256]", "f32[256,64]"} & {v.type for v in told.saved}
+    of_lists = remat.report(unrolled, budget="none")([mlp_params()] * 6, f32(128, 64))
+    kept = [v.type for v in remat.report(f, budget="none")(*args).saved]
+    assert kept == [v.type for v in of_lists.saved]
 
 
 def test_budgets_by_name():

@@ -49,6 +49,12 @@ def unrolled(p, x):
     return x, x[0]
 
 
+def sliced(p, x):
+    for i in range(len(p["up"])):
+        x = mlp(jax.tree.map(lambda w: w[i], p), x)  # noqa: B023
+    return x
+
+
 def branched(p, x):
     wide = lambda p, x: mlp(p, x)
     thin = lambda p, x: x * jnp.tanh(x @ p["up"] @ p["down"])
@@ -99,6 +105,7 @@ def meshed(p, x):
 
 PROGRAMS = {
     "layer": (mlp, ()), "scan": (scanned, (9,)), "unrolled": (unrolled, (6,)),
+    "sliced": (sliced, (5,)),
     "cond": (branched, ()), "custom_vjp": (own_rule, ()), "attention": (attention, ()),
     "dropout": (dropout, ()), "nested": (nested, ()),
 }  # fmt: skip
@@ -121,7 +128,7 @@ def same(found, expected):
 
 
 # Plans of these take longest; their budgets hold in `test_budget`, here the other programs'.
-DEAR = ("unrolled", "attention")
+DEAR = ("unrolled", "sliced", "attention")
 
 
 @pytest.mark.parametrize(
@@ -141,7 +148,10 @@ def test_values_and_gradients_are_those_of_the_function(name, budget):
     same(found, jax.value_and_grad(total(f), (0, 1))(p, x))
 
 
-SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("unrolled", "cond", "attention")]
+SLOW = [
+    pytest.param(name, marks=pytest.mark.slow)
+    for name in ("unrolled", "sliced", "cond", "attention")
+]
 
 
 @pytest.mark.parametrize("name", ["layer", "scan", "dropout", *SLOW])

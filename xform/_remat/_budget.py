@@ -7,6 +7,7 @@ budget never need more: if it takes another plan, then because the first needs m
 
 from __future__ import annotations
 
+import bisect
 import gc
 import itertools
 import math
@@ -26,7 +27,7 @@ from xform._remat._jaxprs import build, renamed, substitute
 from xform._remat._kinds import kind_of, nbytes
 from xform._remat._plans import Inner, frontier_of
 from xform._remat._primitive import linear_p
-from xform._remat._regions import ROW, Choice, Divide, row
+from xform._remat._regions import ROW, Choice, Divide, Layer, layers
 from xform.jaxpr import source_line, walk
 
 type Budget = int | float | str
@@ -85,7 +86,8 @@ class Outer:
     device: str | None = None
 
     def plans(self, jaxpr: Jaxpr, active: tuple[bool, ...]) -> Search:
-        return search(jaxpr, active, self.settings, scratch(self.device))
+        on_cpu = orders_breadth_first(self.device or jax.default_backend())
+        return search(jaxpr, active, self.settings, scratch(self.device), on_cpu)
 
     def halves(self, jaxpr: Jaxpr, active: tuple[bool, ...]) -> Halves:
         plans = self.plans(jaxpr, active)
@@ -102,13 +104,17 @@ class Candidate:
 
     Attributes:
       choice: what was tried.
+      divided: the program with its regions; equal ones of other plans are known by these.
       halves: the two programs.
       scratch: bytes that its products take besides.
+      on_cpu: whether it will run there.
     """
 
     choice: Choice
+    divided: Jaxpr
     halves: Halves
     scratch: int = 0
+    on_cpu: bool = False
 
     def program(self) -> Jaxpr:
         """Results and gradients in one, as it runs; made anew, since it is large."""
@@ -134,14 +140,18 @@ class Candidate:
     @cached_property
     def memory(self) -> Memory:
         """What it needs where a compiler orders for memory, as accelerators' do."""
-        return memory_of(self.program(), device="accelerator")
+        return memory_of(self.program(), device="accelerator", at_once=self.on_cpu)
 
     @cached_property
     def saved_bytes(self) -> int:
         """What the forward pass makes for the backward, on one device."""
+        return sum(self._saved_sizes)
+
+    @property
+    def _saved_sizes(self) -> list[int]:
         inputs = set(self.halves.joint.inputs)
         kept = (v for v in self.halves.saved if v not in inputs)
-        return sum(nbytes(v) for v in kept if v not in self.halves.cut.hosted)
+        return [nbytes(v) for v in kept if v not in self.halves.cut.hosted]
 
     @cached_property
     def peak(self) -> int:
@@ -152,12 +162,19 @@ class Candidate:
         unknown = int(_UNKNOWN * max(0, most - self.saved_bytes))
         return most + unknown + self.scratch
 
-    @property
+    @cached_property
     def _at_least(self) -> int:
-        """What is saved, but for what finds room where the results will be."""
+        """What is saved, but for what finds room where the results will be: one value in each."""
         joint = self.halves.joint
         gradients = (v for v, moves in zip(joint.inputs, joint.active, strict=True) if moves)
-        return self.saved_bytes - sum(map(nbytes, [*joint.outputs, *gradients]))
+        homes = sorted(map(nbytes, [*joint.outputs, *gradients]))
+        found = taken = 0
+        for size in sorted(self._saved_sizes, reverse=True):
+            if taken < len(homes) - bisect.bisect_left(homes, size):
+                taken += 1
+            else:
+                found += size
+        return found
 
     def fits(self, budget: int) -> bool:
         """Whether it needs no more; what it saves may say so before all else is known."""
@@ -172,6 +189,7 @@ class Search:
     active: tuple[bool, ...]
     settings: Settings
     scratch: int = 0
+    on_cpu: bool = False
     _tried: dict[Choice, Candidate] = field(default_factory=dict)
 
     def candidate(self, choice: Choice) -> Candidate:
@@ -183,7 +201,8 @@ class Search:
             )  # fmt: skip
             plan = Inner(choice.price, settings)
             halves = plan.halves(divided, self.active)
-            self._tried[choice] = Candidate(choice, halves, self.scratch * self._multiplies)
+            scratch = self.scratch * self._multiplies
+            self._tried[choice] = Candidate(choice, divided, halves, scratch, self.on_cpu)
         return self._tried[choice]
 
     @cached_property
@@ -205,16 +224,20 @@ class Search:
     def divided(self) -> int:
         """How many layers stand in a row; 1 for none that do, 0 where there is no loop either."""
         loops = any(s.eqn.primitive.name == "scan" for s in walk(self.jaxpr))
-        return max(len(row(self.jaxpr)), int(loops))
+        return max(len(self._layers), int(loops))
 
     @property
     def candidates(self) -> list[Candidate]:
         """All plans, from the fastest on."""
         return [self.candidate(choice) for choice in self.choices]
 
+    @property
+    def _layers(self) -> list[Layer]:
+        return layers(self.jaxpr, (True,) * len(self.jaxpr.invars))
+
     def _finer(self, fast: Choice, small: Choice) -> list[Choice]:
         """Between two plans for a row of layers: those where the first layers follow the second."""
-        n = len(row(self.jaxpr))
+        n = len(self._layers)
         if n < ROW or fast.levels != small.levels:
             return []
         steps = dict.fromkeys(n * i // _STEPS for i in range(1, _STEPS))
@@ -310,9 +333,11 @@ class Search:
 
 
 @weakref_lru_cache
-def search(jaxpr: Jaxpr, active: tuple[bool, ...], settings: Settings, scratch: int = 0) -> Search:
+def search(
+    jaxpr: Jaxpr, active: tuple[bool, ...], settings: Settings, scratch: int, on_cpu: bool
+) -> Search:
     """The plans of a program, found once."""
-    return Search(jaxpr, active, settings, scratch)
+    return Search(jaxpr, active, settings, scratch, on_cpu)
 
 
 def scratch(device: str | None) -> int:

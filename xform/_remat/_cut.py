@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from xform._compat import JaxprEqn, Var
 from xform._remat._flow import SINK, SOURCE, Network
 from xform._remat._joint import Joint
-from xform._remat._kinds import flops, kind_of, kinds_inside, nbytes, size_of
+from xform._remat._kinds import kind_of, kinds_inside, nbytes, size_of
 
 _NEVER = 1 << 120
 # One byte outweighs all that decides ties.
@@ -80,7 +80,7 @@ class Graph:
         self.joint, self.settings = joint, settings
         self.maker = joint.maker()
         self.hosted = self._to_host()
-        self.work = {i: flops(eqn) for i, eqn in enumerate(joint.eqns)}
+        self.work = joint.work
         self.kind = {i: self._kind(eqn) for i, eqn in enumerate(joint.eqns)}
         self.priced = [i for i, kind in self.kind.items() if kind in settings.again]
         self.save = self._to_save()

@@ -10,11 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from jax.interpreters import ad
 
 from xform._compat import Jaxpr, JaxprEqn, Var, linearize_jaxpr
 from xform._remat._jaxprs import Atom, build, flatten, retrace, substitute
+from xform._remat._kinds import flops
 
 
 def transpose(linear: Jaxpr, n: int, zeros: tuple[bool, ...]) -> tuple[Jaxpr, tuple[bool, ...]]:
@@ -66,6 +68,11 @@ class Joint:
     _transposed: dict[tuple[bool, ...], tuple[Jaxpr, tuple[bool, ...]]] = field(
         default_factory=dict
     )
+
+    @cached_property
+    def work(self) -> list[int]:
+        """What each equation computes and moves."""
+        return [flops(eqn) for eqn in self.eqns]
 
     def maker(self) -> dict[Var, JaxprEqn]:
         """What makes each value."""

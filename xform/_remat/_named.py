@@ -51,7 +51,7 @@ def _named(jaxpr: Jaxpr, plans: Mapping) -> Jaxpr:
         if name is None:
             eqns += [_inside(eqn, plans) for eqn in piece.eqns]
         else:
-            eqns.append(as_region(piece, plans[name], shared=False))  # each has lines of its own
+            eqns.append(as_region(piece, plans[name], program=piece))  # each has lines of its own
     return build(jaxpr.invars, jaxpr.outvars, eqns)
 
 

@@ -14,16 +14,18 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import jax
 from jax import lax
 
-from xform._compat import Jaxpr, JaxprEqn, Var, new_jaxpr_eqn
+from xform._compat import Jaxpr, JaxprEqn, Var, new_jaxpr_eqn, weakref_lru_cache
 from xform._remat._cut import Settings
 from xform._remat._jaxprs import Atom, build, flatten, retrace, substitute
 from xform._remat._kinds import kind_of, nbytes
 from xform._remat._plans import Inner
 from xform._remat._primitive import Plan, evaluate, region, region_p
+from xform._remat._row import before_readers, picks
 from xform.jaxpr import intern
 
 # A row of fewer layers is planned as a whole.
@@ -59,14 +61,16 @@ class Divide:
         """A program with its inner programs divided, and whether it is a row of layers."""
         jaxpr = self.inner(jaxpr, free, self.choice.levels)
         known = {v for v, f in zip(jaxpr.invars, free, strict=True) if f}
-        parts = row(jaxpr)
-        if len(parts) < ROW:
+        found = layers(jaxpr, tuple(free))
+        if len(found) < ROW:
             return jaxpr, False
-        return self._row(jaxpr, parts, known), True
+        return self._row(jaxpr, found, known), True
 
     def inner(self, jaxpr: Jaxpr, free: Sequence[bool], levels: int = 1) -> Jaxpr:
         """A program with the bodies of its loops, branches and meshes as regions."""
         known = {v for v, f in zip(jaxpr.invars, free, strict=True) if f}
+        if not any(eqn.primitive.name in _BODIES for eqn in jaxpr.eqns):
+            return jaxpr
         eqns = []
         for eqn in jaxpr.eqns:
             if (rule := _BODIES.get(eqn.primitive.name)) and not _has_references(eqn):
@@ -88,18 +92,21 @@ class Divide:
 
     # ---- rows of layers --------------------------------------------------------------------------
 
-    def _row(self, jaxpr: Jaxpr, parts: Sequence[slice], known: set[Var]) -> Jaxpr:
-        layers = pieces(jaxpr, parts)
-        reads = Counter(v for piece in layers for v in piece.invars)
+    def _row(self, jaxpr: Jaxpr, found: Sequence[Layer], known: set[Var]) -> Jaxpr:
+        reads = Counter(v for layer in found for v in layer.own.invars)
+        picked = picks(jaxpr.eqns, known)
         common = known | {v for v, n in reads.items() if n >= _COMMON}
+        common |= {v for eqn in picked for v in eqn.outvars}
         eqns = []
-        for i, piece in enumerate(layers):
+        for i, (own, program) in enumerate(found):
             choice = self.choice
             price = choice.early_price if i < choice.early else choice.price
-            settings = self.settings([v in common for v in piece.invars])
-            eqns.append(as_region(piece, Inner(price, replace(settings, outputs_stay=True))))
+            settings = self.settings([v in common for v in own.invars])
+            plan = Inner(price, replace(settings, outputs_stay=True))
+            eqns.append(as_region(own, plan, program=program))
         for _ in range(self.choice.levels - 1):
             eqns = self._together(eqns, jaxpr.outvars, common)
+        eqns = before_readers(picked, eqns)
         return build(jaxpr.invars, jaxpr.outvars, eqns)
 
     def _together(
@@ -189,7 +196,7 @@ class Divide:
         free = [v in known for v in eqn.invars]
         flat, is_row = self.whole(flat, free)
         settings = None if is_row else replace(self.settings(free), loops=False)
-        body = enclosed(flat, Inner(self.choice.price, settings))
+        body = enclosed(flat, Inner(self.choice.price, settings, free=tuple(free)))
         yield eqn.replace(params={**eqn.params, "jaxpr": body})
 
 
@@ -251,15 +258,15 @@ def as_region(
     inputs: Sequence[Var] = (),
     outputs: Sequence[Var] = (),
     *,
-    shared: bool = True,
+    program: Jaxpr | None = None,
 ) -> JaxprEqn:
     """A program as an equation: between its own variables, if not between others.
 
-    Equal ones that are `shared` become one, which is planned once.
+    Equal ones become one, which is planned once, if no other `program` is to stand for it.
     """
     inputs, outs = inputs or jaxpr.invars, outputs or jaxpr.outvars
     source = jaxpr.eqns[0].source_info if jaxpr.eqns else None
-    params = dict(call_jaxpr=intern(jaxpr) if shared else jaxpr, plan=plan)
+    params = dict(call_jaxpr=program or intern(jaxpr), plan=plan)
     return new_jaxpr_eqn(list(inputs), list(outs), region_p, params, jaxpr.effects, source)
 
 
@@ -281,6 +288,23 @@ def pieces(jaxpr: Jaxpr, parts: Sequence[slice]) -> list[Jaxpr]:
 
 
 # ---- necks ---------------------------------------------------------------------------------------
+
+
+class Layer(NamedTuple):
+    """One of a row: between the row's own variables, and as the program of all that equal it."""
+
+    own: Jaxpr
+    program: Jaxpr
+
+
+@weakref_lru_cache
+def layers(jaxpr: Jaxpr, free: tuple[bool, ...]) -> list[Layer]:
+    """The layers of a program; what they read of its free inputs is picked out before."""
+    there = [v for v, is_free in zip(jaxpr.invars, free, strict=True) if is_free]
+    apart = {id(eqn) for eqn in picks(jaxpr.eqns, there)}
+    rest = [eqn for eqn in jaxpr.eqns if id(eqn) not in apart]
+    between = build(jaxpr.invars, jaxpr.outvars, rest)
+    return [Layer(piece, intern(piece)) for piece in pieces(between, row(between))]
 
 
 def row(jaxpr: Jaxpr) -> list[slice]:

@@ -7,18 +7,52 @@ backwards calls theirs in the opposite order, and adds up.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+
 from jax.interpreters import ad
 
 from xform._compat import Jaxpr, JaxprEqn, Var, new_jaxpr_eqn, source_info_util
 from xform._remat._halves import Halves
 from xform._remat._jaxprs import Atom, build, call, equations, flatten, substitute
-from xform._remat._joint import Joint
+from xform._remat._joint import Joint, transpose
 from xform._remat._primitive import halves_of, linear_p, region_p
+
+# What picks a part out of an array, or sees it in another shape.
+_PICKS = ("slice", "squeeze", "reshape", "expand_dims")
 
 
 def is_row(jaxpr: Jaxpr) -> bool:
-    """Whether a program is regions, and nothing else."""
-    return all(eqn.primitive is region_p for eqn in jaxpr.eqns)
+    """Whether a program is regions, with what they read of its arguments, and nothing else."""
+    apart = len(picks(jaxpr.eqns, jaxpr.invars))
+    return apart + sum(eqn.primitive is region_p for eqn in jaxpr.eqns) == len(jaxpr.eqns)
+
+
+def picks(eqns: Iterable[JaxprEqn], inputs: Iterable[Var]) -> list[JaxprEqn]:
+    """The equations that pick a part out of an input, as a layer does out of stacked parameters."""
+    known = set(inputs)
+    found = []
+    for eqn in eqns:
+        picks_out = eqn.primitive.name in _PICKS
+        if picks_out and all(isinstance(v, Var) and v in known for v in eqn.invars):
+            known.update(eqn.outvars)
+            found.append(eqn)
+    return found
+
+
+def before_readers(picked: Sequence[JaxprEqn], eqns: Sequence[JaxprEqn]) -> list[JaxprEqn]:
+    """All of these equations, each of the first right before another reads it, if one does."""
+    maker = {v: eqn for eqn in picked for v in eqn.outvars}
+    ordered: list[JaxprEqn] = []
+
+    def add(eqn: JaxprEqn) -> None:
+        for v in eqn.invars:
+            if isinstance(v, Var) and (before := maker.pop(v, None)) is not None:
+                add(before)
+        ordered.append(eqn)
+
+    for eqn in eqns:
+        add(eqn)
+    return [*ordered, *maker.values()]
 
 
 def linearize_row(jaxpr: Jaxpr, active: tuple[bool, ...]) -> Joint:
@@ -33,6 +67,12 @@ def linearize_row(jaxpr: Jaxpr, active: tuple[bool, ...]) -> Joint:
         if not any(moving):
             first.append(eqn)
             continue
+        if eqn.primitive is not region_p:
+            first.append(eqn)
+            moves.update((v, Var(v.aval.to_tangent_aval())) for v in eqn.outvars)
+            own = [v for v in [*eqn.invars, *eqn.outvars] if isinstance(v, Var)]
+            linear.append(substitute(eqn, {v: moves[v] for v in own}))
+            continue
         halves = halves_of(eqn.params["call_jaxpr"], moving, eqn.params["plan"])
         given = dict(zip(halves.joint.inputs, eqn.invars, strict=True))
         saved = [given[v] if v in given else Var(halves.held(v)) for v in halves.saved]
@@ -45,7 +85,8 @@ def linearize_row(jaxpr: Jaxpr, active: tuple[bool, ...]) -> Joint:
             linear.append(_linear(eqn, halves, [*saved, *before], [moves[v] for v in varying]))
     varying = tuple(isinstance(v, Var) and v in moves for v in jaxpr.outvars)
     outs = [moves[v] for v, on in zip(jaxpr.outvars, varying, strict=True) if on]
-    reads = (v for eqn in linear for v in eqn.invars[: eqn.params["linear"].count])
+    maps = (eqn for eqn in linear if eqn.primitive is linear_p)
+    reads = (v for eqn in maps for v in eqn.invars[: eqn.params["linear"].count])
     needed = list(dict.fromkeys(v for v in reads if isinstance(v, Var)))
     whole, consts = flatten(build(jaxpr.invars, [*jaxpr.outvars, *needed], first))
     n = len(jaxpr.outvars)
@@ -85,12 +126,16 @@ def _transpose(linear: Jaxpr, n: int, zeros: tuple[bool, ...]) -> tuple[Jaxpr, t
     for v, cotangent in zip(ends, given, strict=True):
         add(v, cotangent)
     for eqn in reversed(linear.eqns):
-        halves: Halves = eqn.params["linear"]
-        saved, tangents = eqn.invars[: halves.count], eqn.invars[halves.count :]
         none = tuple(v not in sums for v in eqn.outvars)
         if all(none):
             continue
-        program, gone = halves.backward(none)
+        if eqn.primitive is linear_p:
+            halves: Halves = eqn.params["linear"]
+            saved, tangents = eqn.invars[: halves.count], eqn.invars[halves.count :]
+            program, gone = halves.backward(none)
+        else:
+            saved, tangents = [], [v for v in eqn.invars if isinstance(v, Var)]
+            program, gone = transpose(build(tangents, eqn.outvars, [eqn]), 0, none)
         arriving = [sums[v] for v in eqn.outvars if v in sums]
         made = [Var(t) for t in program.out_avals]
         held = [own.get(v, v) if isinstance(v, Var) else v for v in saved]
