@@ -5,10 +5,10 @@
 
 One process, one table; peers take turns, so that all meet the same clock and heat. A time is what
 one more call in flight costs, (time of 30 calls - time of 10) / 20, the median over rounds: what
-starting and waiting cost is in both, and drops out. GB/s counts what must be read and written once:
-arguments and results, and of a backward pass what it gets, cotangents and gradients. The roof is
-the fastest of three copies of as many bytes: `-x` by XLA, by `fuse`, and torch's `copy_`. Angles of
-rotary embedding are constants, as in a model, and have no gradient.
+starting and waiting cost is in both, and drops out. GB/s counts the arrays of [N, D] that must be
+read and written once. The roof is the fastest of three copies of as many bytes: `-x` by XLA, by
+`fuse`, and torch's `copy_`. The gradient of a residual is that of what it is added to, and is asked
+for once; angles of rotary embedding are constants, as in a model.
 """
 
 from __future__ import annotations
@@ -43,13 +43,15 @@ class Subject(NamedTuple):
       f: of arrays.
       shapes: of its arguments, of N rows of D.
       torch: the same of torch's tensors, given torch.
-      moving: how many of the arguments, the first ones, have a gradient; None for all.
+      moving: the arguments that have a gradient.
+      passed: how many arrays of [N, D] must pass through memory, forward and backward.
     """
 
     f: Callable
     shapes: Callable[[int, int], list[tuple[int, ...]]]
     torch: Callable[[Any], Callable]
-    moving: int | None = None
+    moving: tuple[int, ...]
+    passed: tuple[int, int]
 
 
 def rms_norm(x, residual, weight):
@@ -98,18 +100,20 @@ HEAD = 128
 """The size of a head, of which rotary embedding takes D / HEAD."""
 
 SUBJECTS = {
-    "RMSNorm + residual": Subject(rms_norm, lambda n, d: [(n, d), (n, d), (d,)], rms_norm_torch),
+    "RMSNorm + residual": Subject(
+        rms_norm, lambda n, d: [(n, d), (n, d), (d,)], rms_norm_torch, (0, 2), (4, 4)
+    ),
     "softmax": Subject(
         softmax, lambda n, d: [(n, d)],
-        lambda torch: lambda x: torch.softmax(x.float(), -1).to(x.dtype),
+        lambda torch: lambda x: torch.softmax(x.float(), -1).to(x.dtype), (0,), (2, 3),
     ),
     "SwiGLU": Subject(
         swiglu, lambda n, d: [(n, d)] * 2,
-        lambda torch: lambda gate, up: torch.nn.functional.silu(gate) * up,
+        lambda torch: lambda gate, up: torch.nn.functional.silu(gate) * up, (0, 1), (3, 5),
     ),
     "rotary": Subject(
         rotary, lambda n, d: [(n, d // HEAD, HEAD), (n, HEAD // 2), (n, HEAD // 2)], rotary_torch,
-        moving=1,
+        (0,), (2, 2),
     ),
 }  # fmt: skip
 
@@ -117,14 +121,19 @@ SUBJECTS = {
 # ---- programs ------------------------------------------------------------------------------------
 
 
-def forward(f: Callable, args: list, cts: list, moving: int | None) -> tuple[Callable, list]:
+def forward(f: Callable, args: list, cts: list, moving: tuple[int, ...]) -> tuple[Callable, list]:
     del cts, moving
     return f, args
 
 
-def backward(f: Callable, args: list, cts: list, moving: int | None) -> tuple[Callable, list]:
+def backward(f: Callable, args: list, cts: list, moving: tuple[int, ...]) -> tuple[Callable, list]:
     """The backward pass alone: its residuals are arguments."""
-    outs, pull = jax.vjp(lambda *xs: f(*xs, *args[len(xs) :]), *args[:moving])
+
+    def of(*found):
+        full = dict(zip(moving, found, strict=True))
+        return f(*(full.get(i, x) for i, x in enumerate(args)))
+
+    outs, pull = jax.vjp(of, *(args[i] for i in moving))
     tree = jax.tree.structure(outs)
     return lambda pull, *cts: pull(jax.tree.unflatten(tree, cts)), [pull, *cts]
 
@@ -140,20 +149,16 @@ def arrays(subject: Subject, n: int, d: int) -> tuple[list, list]:
     return args, [normal(9 + i, x.shape) for i, x in enumerate(outs)]
 
 
-def least_bytes(program: str, args: list, cts: list, moving: int | None) -> int:
-    """What must pass through memory."""
-    size = lambda xs: sum(x.nbytes for x in xs)
-    # What is linear in its arguments needs no argument backward but the others.
-    read = args if moving is None else args[moving:]
-    gradients = 0 if program == "forward" else size(args[:moving])
-    return size(args if program == "forward" else read) + size(cts) + gradients
+def least_bytes(subject: Subject, program: str, n: int, d: int) -> int:
+    """What must pass through memory, in bfloat16."""
+    return 2 * n * d * subject.passed[list(PROGRAMS).index(program)]
 
 
 type Calls = Callable[[int], None]
 """Makes so many calls, and waits for all of them."""
 
 
-def in_jax(f: Callable, program: str, args: list, cts: list, moving: int | None) -> Calls:
+def in_jax(f: Callable, program: str, args: list, cts: list, moving: tuple[int, ...]) -> Calls:
     g, inputs = PROGRAMS[program](f, args, cts, moving)
     compiled = jax.jit(g).lower(*inputs).compile()
 
@@ -181,7 +186,7 @@ def in_torch(subject: Subject, program: str, args: list, cts: list) -> Calls:
     if program == "forward":
         run = lambda: f(*leaves)
     else:
-        moving = [x.requires_grad_() for x in leaves[: subject.moving]]
+        moving = [leaves[i].requires_grad_() for i in subject.moving]
         outs = f(*leaves)
         outs = outs if isinstance(outs, tuple) else (outs,)
         given = [torch_array(torch, x) for x in cts]
@@ -201,7 +206,7 @@ def numbers(count: int) -> jax.Array:
 
 
 def copy_in_jax(f: Callable, count: int) -> Calls:
-    return in_jax(f, "forward", [numbers(count)], [], None)
+    return in_jax(f, "forward", [numbers(count)], [], ())
 
 
 def copy_in_torch(count: int) -> Calls:
@@ -229,9 +234,8 @@ COPIES = {
 """Ways to move bytes; the fastest is the roof."""
 
 
-def peers(subject: Subject, program: str, args: list, cts: list) -> dict[str, Callable]:
-    """How each peer's calls are made."""
-    count = least_bytes(program, args, cts, subject.moving)
+def peers(subject: Subject, program: str, args: list, cts: list, count: int) -> dict[str, Callable]:
+    """How each peer's calls are made, and copies of so many bytes."""
     rest = (program, args, cts, subject.moving)
     return {
         **{name: partial(copy, count) for name, copy in COPIES.items()},
@@ -269,13 +273,14 @@ def measure(name: str, program: str, n: int, d: int) -> None:
     """Prints the rows of one subject."""
     subject = SUBJECTS[name]
     args, cts = arrays(subject, n, d)
-    ready = {peer: prepare(make) for peer, make in peers(subject, program, args, cts).items()}
+    count = least_bytes(subject, program, n, d)
+    made = peers(subject, program, args, cts, count)
+    ready = {peer: prepare(make) for peer, make in made.items()}
     calls = {peer: call for peer, call in ready.items() if not isinstance(call, str)}
     times: dict[str, list[float]] = {peer: [] for peer in calls}
     for i in range(ROUNDS):
         for peer in list(calls)[:: -1 if i % 2 else 1]:
             times[peer].append(milliseconds(calls[peer]))
-    count = least_bytes(program, args, cts, subject.moving)
     roof = min((median(times[peer]) for peer in COPIES if peer in times), default=math.nan)
     for peer, call in ready.items():
         head = f"{name:20}{program:10}{peer:15}"

@@ -88,7 +88,7 @@ class Setting:
 
 
 def adamw(setting: Setting):
-    """optax's AdamW with moments of a dtype, which makes new parameters of old."""
+    """AdamW by optax, with moments of a dtype, that makes new parameters of old."""
     import jax
     import jax.numpy as jnp
     import optax

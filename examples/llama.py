@@ -243,8 +243,8 @@ def rms_norm(x_BTM, scale_M, eps: float = 1e-5):
 def one_kernel(f: Callable, config: Config) -> Callable:
     """Returns `f`, fused as `config.fuse` says.
 
-    By default it is on a Hopper GPU, for which `fuse` has kernels. On a CPU it is a loop over blocks
-    of rows, on one core, where XLA's own loops are on all of them.
+    By default it is on a Hopper GPU, for which `fuse` has kernels. On a CPU it is a loop over
+    blocks of rows, on one core, where XLA's own loops are on all of them.
     """
     here = getattr(jax.devices()[0], "compute_capability", None) == "9.0"
     return fuse(f) if (here if config.fuse is None else config.fuse) else f

@@ -27,7 +27,8 @@ _SHORT = 16
 _DTYPES = ("float32", "bfloat16", "float16", "int32", "uint32")
 _SUMMED = ("float32", "bfloat16", "float16")
 _REDUCTIONS = ("reduce_sum", "reduce_max", "reduce_min")
-_CUTS = ("slice", "split", "concatenate", "pad")
+CUTS = ("slice", "split", "concatenate", "pad")
+"""Operations that take rows apart, or put them together."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,7 +136,7 @@ def misfits(region: Region) -> list[str]:
 def _misfit(inner: Sequence[int], region: Region, eqn: JaxprEqn) -> str | None:
     """Why an operation finds elements of a row elsewhere than its results are."""
     name, (out, *_) = eqn.primitive.name, eqn.outvars
-    if name in _CUTS:
+    if name in CUTS:
         if not _cuts_rows(inner, region, eqn):
             return "not of short whole rows"
         return "which leaves elements out on the way" if _steps(eqn) else None

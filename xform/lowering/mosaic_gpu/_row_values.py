@@ -75,6 +75,11 @@ class Tile:
         source = Loadable(ref, place)
         self.known[v] = (Part(place.inner, source),) if place.inner is not None else source
 
+    def loaded(self, v: Var, x) -> None:
+        """Tells of an operand's elements that are in registers already."""
+        (row,) = self.known[v]
+        self.known[v] = (Part(row.length, x, lambda start, n: self.cut((row,), start, n)[0]),)
+
     def read(self, atom) -> Value:
         """A value; a literal is a number."""
         if isinstance(atom, Literal):
@@ -200,8 +205,8 @@ class Tile:
                 break
             start -= part.length
         raise NotImplementedError(
-            f"`fuse` has no GPU kernel for {length} elements across parts of a joined row. Cut what "
-            "is joined, or leave the cut outside of `fuse` there."
+            f"`fuse` has no GPU kernel for {length} elements across parts of a joined row. Cut "
+            "what is joined, or leave the cut outside of `fuse` there."
         )
 
 

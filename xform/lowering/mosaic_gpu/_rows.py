@@ -25,7 +25,7 @@ from xform.lowering._contract import wide_of
 from xform.lowering._region import Region, type_of
 from xform.lowering._row_end import WHOLE, Split, finished
 from xform.lowering.mosaic_gpu import _plgpu as plgpu
-from xform.lowering.mosaic_gpu._row_geometry import Geometry, Place, geometry_of, misfits
+from xform.lowering.mosaic_gpu._row_geometry import CUTS, Geometry, Place, geometry_of, misfits
 from xform.lowering.mosaic_gpu._row_memory import Hardware, Spot, Twin
 from xform.lowering.mosaic_gpu._row_passes import joined, passes, without
 from xform.lowering.mosaic_gpu._row_values import (
@@ -162,7 +162,7 @@ class _Kernel:
         return own.reshape([1 if k is None else region.sizes[k] for k in kept])
 
     def __call__(self, args: Sequence) -> tuple[list, Any]:
-        """The results of rows, and of the sums what each block leaves, `[groups, turns, numbers]`."""
+        """The results of rows; and what blocks leave of sums, `[groups, turns, numbers]`."""
         places = self.laid_out[1]
         ends = zip(self.region.body.invars, args, strict=True)
         given = [_as_it_lies(x, places[v]).reshape(-1) for v, x in ends]
@@ -202,13 +202,34 @@ class _Kernel:
         group, first = lax.div(block, turns), lax.rem(block, turns)
         count = lax.div(jnp.int32(each - 1) - first, turns) + 1
 
-        def step(i, so_far):
-            totals = _Totals(sums[0], block, i == 0)
-            return self._row(ins, outs, group * each + first + i * turns, totals, so_far)
+        number = lambda i: group * each + first + i * turns
 
-        totals = lax.fori_loop(jnp.int32(0), count, step, self._nothing())
+        def step(i, carry):
+            so_far, loaded = carry
+            totals = _Totals(sums[0], block, i == 0)
+            # Before what this row waits for: a thread is never without a load on its way.
+            following = self._ahead(ins, number(jnp.minimum(i + 1, count - 1)))
+            return self._row(ins, outs, number(i), totals, so_far, loaded), following
+
+        start = self._nothing(), self._ahead(ins, number(jnp.int32(0)))
+        totals, _ = lax.fori_loop(jnp.int32(0), count, step, start)
         for i, total in zip(self._in_registers, totals, strict=True):
             self._leave(sums[0], i, block, total)
+
+    @cached_property
+    def _loaded_ahead(self) -> list[Var]:
+        """The operands of which a block loads its next row while it works on one."""
+        if self.geometry.chunks > 1:
+            return []
+        cut = {v for e in self.region.body.eqns if e.primitive.name in CUTS for v in e.invars}
+        places = self.laid_out[1]
+        rows = (v for v in self.region.body.invars if places[v].inner and any(places[v].strides))
+        return [v for v in rows if v not in cut]
+
+    def _ahead(self, ins: Sequence, number) -> list:
+        """The elements of a row of these operands."""
+        tile = self._tile(ins, number, jnp.int32(0), {})
+        return [tile.tile(tile.known[v][0]) for v in self._loaded_ahead]
 
     def _nothing(self) -> list:
         """Sums of no rows."""
@@ -222,7 +243,7 @@ class _Kernel:
 
     @cached_property
     def _in_registers(self) -> list[int]:
-        """The sums that a block holds until it ends: of long and of joined rows these are numbers."""
+        """The sums that a block holds until it ends; of long and of joined rows, numbers alone."""
         sums = zip(self.sum_sizes, self.region.summed, strict=True)
         long, joins = self.geometry.chunks > 1, joined(self.region)
         return [i for i, (n, v) in enumerate(sums) if n == 1 or not (long or v in joins)]
@@ -256,12 +277,20 @@ class _Kernel:
         return tile
 
     def _row(
-        self, ins: Sequence, outs: Sequence, number, totals: _Totals | None, so_far: Sequence
+        self,
+        ins: Sequence,
+        outs: Sequence,
+        number,
+        totals: _Totals | None,
+        so_far: Sequence,
+        loaded: Sequence = (),
     ) -> list:
         """Writes what a tile results in; returns the sums in registers, with its part of them."""
         if self.geometry.chunks > 1:
             return self._long_row(ins, outs, number, totals, so_far)
         tile = self._tile(ins, number, jnp.int32(0), {})
+        for v, x in zip(self._loaded_ahead, loaded, strict=False):
+            tile.loaded(v, x)
         for eqn in self.region.body.eqns:
             tile.run(eqn)
         self._write(tile, outs)
