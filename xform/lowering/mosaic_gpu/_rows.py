@@ -40,6 +40,9 @@ from xform.lowering.row_blocks import Blocks, of_nothing
 
 # Blocks that keep sums: four of each of an H200's multiprocessors.
 _BLOCKS = 4 * 132
+# Blocks that walk rows, each loading one while it works on the one before; None for one a row.
+_WALKERS: int | None = None
+_AHEAD = True
 
 
 def run(region: Region, *args, split: Split = WHOLE, interpret=None) -> list:
@@ -121,7 +124,8 @@ class _Kernel:
         """How many blocks share the rows of a group."""
         geometry = self.geometry
         each = geometry.tiles // geometry.groups
-        return min(each, -(-_BLOCKS // geometry.groups)) if self.region.sums else each
+        most = _BLOCKS if self.region.sums else _WALKERS
+        return each if most is None else min(each, -(-most // geometry.groups))
 
     @property
     def blocks(self) -> int:
@@ -195,7 +199,7 @@ class _Kernel:
         n, m = len(self.region.body.invars), len(self.region.results)
         ins, outs, sums = refs[:n], refs[n : n + m], refs[n + m :]
         block = lax.axis_index("block")
-        if not self.region.sums:
+        if not self.region.sums and self.turns * self.geometry.groups == self.geometry.tiles:
             self._row(ins, outs, block, None, [])
             return
         each, turns = self.geometry.tiles // self.geometry.groups, jnp.int32(self.turns)
@@ -206,7 +210,7 @@ class _Kernel:
 
         def step(i, carry):
             so_far, loaded = carry
-            totals = _Totals(sums[0], block, i == 0)
+            totals = _Totals(sums[0], block, i == 0) if sums else None
             # Before what this row waits for: a thread is never without a load on its way.
             following = self._ahead(ins, number(jnp.minimum(i + 1, count - 1)))
             return self._row(ins, outs, number(i), totals, so_far, loaded), following
@@ -219,7 +223,7 @@ class _Kernel:
     @cached_property
     def _loaded_ahead(self) -> list[Var]:
         """The operands of which a block loads its next row while it works on one."""
-        if self.geometry.chunks > 1:
+        if self.geometry.chunks > 1 or not _AHEAD:
             return []
         cut = {v for e in self.region.body.eqns if e.primitive.name in CUTS for v in e.invars}
         places = self.laid_out[1]
