@@ -6,7 +6,18 @@ import numpy as np
 import pytest
 
 from tests._fuse import subjects
-from tests._fuse.subjects import SUBJECTS, layer_norm, normal, rms_norm, rotary, with_gradients
+from tests._fuse.subjects import (
+    LONG,
+    REFUSED,
+    SHAPES,
+    SUBJECTS,
+    arguments_of,
+    layer_norm,
+    norm,
+    normal,
+    rms_norm,
+    with_gradients,
+)
 from tests.oracle import assert_as_right_as, in_float64
 from xform import fuse
 
@@ -42,36 +53,16 @@ def test_any_number_of_rows_and_any_width(rows, width):
     check(layer_norm, (0, 1, 2), *args)
 
 
-def norm(x, w):
-    return x * jax.lax.rsqrt((x * x).mean(-1, keepdims=True) + 1e-6) * w[None]
-
-
-def norm_and_turn(x, w, cos, sin):
-    """The halves that are turned are cut from a row that was computed."""
-    a, b = jnp.split(norm(x, w), 2, -1)
-    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1)
-
-
-SHAPES = {
-    "over columns": (lambda x: x / (1 + (x * x).sum(0, keepdims=True)), [(30, 5, 70)]),
-    "over two dims": (lambda x: x - x.max((0, 2), keepdims=True), [(30, 5, 70)]),
-    "sums of each dim": (lambda x: (x.sum(0), x.sum(1), x.sum(2)), [(30, 50, 70)]),
-    "all of it": (lambda x: x - x.mean(), [(30, 50)]),
-    "transposed": (lambda x, y: x + y.T, [(30, 50), (50, 30)]),
-    "of fewer dims": (lambda x, y: (x * y[None], (y * y).sum()), [(300, 5), (5,)]),
-    "a weight a head": (lambda x, w: x * w[None], [(300, 6, 16), (6, 16)]),
-    "angles with gradients": (rotary, [(2, 50, 3, 16), (50, 8), (50, 8)]),
-    "a computed row is cut": (norm_and_turn, [(300, 16), (16,), (300, 8), (300, 8)]),
-    "weights of long rows": (norm, [(600, 9000), (9000,)]),
-    "a sum of long rows": (lambda x: (2 * x, (x - x.max(-1, keepdims=True)).sum()), [(50, 9000)]),
-}
-
-
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("name", [*SHAPES, *LONG])
 def test_shapes_that_rows_come_in(name):
-    f, shapes = SHAPES[name]
-    args = [normal(i, shape) for i, shape in enumerate(shapes)]
-    check(f, tuple(range(len(args))), *args)
+    f, shapes = (SHAPES | LONG)[name]
+    check(f, tuple(range(len(shapes))), *arguments_of(shapes))
+
+
+def test_more_rows_than_blocks():
+    f, _ = SHAPES["a weight a head"]
+    check(f, (0, 1), *arguments_of([(3000, 6, 16), (6, 16)]))
+    check(norm, (0, 1), *arguments_of([(2000, 9000), (9000,)]))
 
 
 @pytest.mark.parametrize("dims", [(0, None), (None, 0), (1, 0)])
@@ -110,16 +101,8 @@ def test_a_second_run_gives_the_same_bits():
     jax.tree.map(np.testing.assert_array_equal, run(*args), run(*args))
 
 
-@pytest.mark.parametrize(
-    ("f", "shape", "why"),
-    [
-        (lambda x: x.reshape(3, 2, 4).sum(-1) + 0 * x[:, :2], (3, 8), "along a part of a row"),
-        (lambda x: x[:, ::2] + x[:, 1::2], (3, 8), "leaves elements out"),
-        (lambda x: x + x.T, (4, 4), "all of a row meets all of it"),
-        (lambda x: x[:, :, None] - x[:, None], (4, 5), "all of a row meets all of it"),
-        (lambda x: x.astype(jnp.int8), (4, 5), "arrays of int8"),
-    ],
-)
-def test_what_has_no_kernel_is_refused_by_name(f, shape, why):
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_has_no_kernel_is_refused_by_name(name):
+    f, shape, why = REFUSED[name]
     with pytest.raises(NotImplementedError, match=why):
         jax.jit(fuse(f))(normal(0, shape))
