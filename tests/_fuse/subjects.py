@@ -132,6 +132,7 @@ SHAPES = {
     "of fewer dims": (lambda x, y: (x * y[None], (y * y).sum()), [(3, 5), (5,)]),
     "one row": (norm, [(1, 33), (33,)]),
     "one column": (norm, [(7, 1), (1,)]),
+    "a number, then a weight": (lambda x, w: ((x * x).sum(), x * w[None]), [(6, 16), (16,)]),
     "a weight a head": (lambda x, w: x * w[None], [(6, 3, 8), (3, 8)]),
     "angles with gradients": (rotary, [(2, 5, 3, 8), (5, 4), (5, 4)]),
     "a computed row is cut": (norm_and_turn, [(6, 16), (16,), (6, 8), (6, 8)]),

@@ -145,13 +145,14 @@ class _Kernel:
 
     @cached_property
     def sum_starts(self) -> list[int]:
-        """Where each of the sums begins in what a block leaves of them."""
-        return list(itertools.accumulate(self.sum_sizes, initial=0))[:-1]
+        """Where each of the sums begins in what a block leaves of them; at the end, their size."""
+        unit = self.geometry.vector  # where a thread may store several at a time
+        return list(itertools.accumulate((-(-n // unit) * unit for n in self.sum_sizes), initial=0))
 
-    @cached_property
+    @property
     def sum_size(self) -> int:
-        """How many numbers a block leaves."""
-        return sum(self.sum_sizes)
+        """How many numbers a block leaves, and what is between them."""
+        return self.sum_starts[-1]
 
     def total(self, i: int, parts):
         """The i-th sum, of what all blocks have left: `[groups, turns, numbers]`."""
