@@ -139,6 +139,17 @@ SHAPES = {
 }
 """Where rows lie, and what is summed over them: functions, and their arguments' shapes."""
 
+
+def by_truth(f):
+    """Truth values go in and out of kernels: of elements, and of rows."""
+
+    def run(x):
+        above, large = f(lambda x: (x > 0, x.max(-1) > 1))(x)
+        return f(lambda x, a, b: (jnp.where(a & b[:, None], x, -x), a))(x, above, large)
+
+    return run
+
+
 LONG = {
     "weights of long rows": (norm, [(3, 9000), (9000,)]),
     "a sum of long rows": (lambda x: (2 * x, (x - x.max(-1, keepdims=True)).sum()), [(3, 9000)]),

@@ -12,6 +12,7 @@ from tests._fuse.subjects import (
     SHAPES,
     SUBJECTS,
     arguments_of,
+    by_truth,
     layer_norm,
     norm,
     normal,
@@ -99,6 +100,12 @@ def test_a_second_run_gives_the_same_bits():
     args = [normal(i, s, jnp.bfloat16) for i, s in enumerate([(3000, 1000)] * 2 + [(1000,)])]
     run = jax.jit(with_gradients(fuse(rms_norm), (0, 1, 2)))
     jax.tree.map(np.testing.assert_array_equal, run(*args), run(*args))
+
+
+def test_truth_values_go_in_and_out():
+    x = normal(0, (5, 33))
+    found, wanted = jax.jit(by_truth(fuse))(x), by_truth(lambda f: f)(x)
+    jax.tree.map(np.testing.assert_array_equal, tuple(found), wanted)
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -8,10 +8,20 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from tests._fuse import subjects
-from tests._fuse.subjects import LONG, REFUSED, SHAPES, SUBJECTS, arguments_of, with_gradients
+from tests._fuse.subjects import (
+    LONG,
+    REFUSED,
+    SHAPES,
+    SUBJECTS,
+    arguments_of,
+    by_truth,
+    normal,
+    with_gradients,
+)
 from tests.oracle import assert_as_right_as, in_float64
 from xform import fuse
 from xform._compat import found_races
@@ -94,6 +104,12 @@ def test_all_shapes_that_rows_come_in(name, monkeypatch):
     check_shape(*(SHAPES | LONG)[name])
 
 
+def test_truth_values_go_in_and_out():
+    x = normal(0, (5, 33))
+    found, wanted = by_kernels(by_truth(fuse), x), by_truth(lambda f: f)(x)
+    jax.tree.map(np.testing.assert_array_equal, tuple(found), wanted)
+
+
 @pytest.mark.parametrize("name", REFUSED)
 def test_without_a_kernel_it_raises_by_name(name):
     f, shape, why = REFUSED[name]
@@ -106,7 +122,16 @@ def compiled(names, width, tmp_path) -> dict[str, tuple]:
     program = f"""
 import jax, jax.numpy as jnp
 jax.config.update("jax_platforms", "cpu")
-from tests._fuse.subjects import SUBJECTS, with_gradients
+from tests._fuse.subjects import (
+    LONG,
+    REFUSED,
+    SHAPES,
+    SUBJECTS,
+    arguments_of,
+    by_truth,
+    normal,
+    with_gradients,
+)
 from xform import fuse
 from xform._hlo import compile_for, read
 for name in {list(names)!r}:

@@ -24,7 +24,7 @@ THREADS = 128
 _HELD = 64
 # Elements that one thread has of a tile of short rows: two loads of 16 bytes in 16 bits.
 _SHORT = 16
-_DTYPES = ("float32", "bfloat16", "float16", "int32", "uint32")
+_DTYPES = ("float32", "bfloat16", "float16", "int32", "uint32", "bool")
 _SUMMED = ("float32", "bfloat16", "float16")
 _REDUCTIONS = ("reduce_sum", "reduce_max", "reduce_min")
 CUTS = ("slice", "split", "concatenate", "pad")

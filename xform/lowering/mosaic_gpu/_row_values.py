@@ -44,11 +44,23 @@ class Part:
 
 @dataclasses.dataclass(frozen=True)
 class Loadable:
-    """Elements of an operand."""
+    """Elements of an operand.
+
+    Attributes:
+      ref: the operand.
+      place: where it lies.
+      start: the first of these elements of a row.
+      truth: whether they stand for what is true, as any number but 0.
+    """
 
     ref: Any
     place: Place
     start: int = 0
+    truth: bool = False
+
+    def meant(self, x):
+        """What is loaded as what it stands for."""
+        return x != jnp.zeros((), x.dtype) if self.truth else x
 
 
 type Value = tuple[Part, ...] | Any
@@ -72,7 +84,7 @@ class Tile:
 
     def operand(self, v: Var, ref, place: Place) -> None:
         """Tells where an operand lies."""
-        source = Loadable(ref, place)
+        source = Loadable(ref, place, truth=type_of(v).dtype == jnp.bool_)
         self.known[v] = (Part(place.inner, source),) if place.inner is not None else source
 
     def loaded(self, v: Var, x) -> None:
@@ -92,12 +104,13 @@ class Tile:
     def _number(self, source: Loadable):
         """A number of each row, or one of all."""
         if self.geometry.together == 1 or not any(source.place.strides):
-            return source.ref[self._offset(source.place) + source.start]
+            return source.meant(source.ref[self._offset(source.place) + source.start])
         spot = Spot(source.place, source.start, self.geometry.length)
-        return self.memory.load(source.ref, spot, self.first, self.begin)
+        return source.meant(self.memory.load(source.ref, spot, self.first, self.begin))
 
     def write_number(self, ref, place: Place, value) -> None:
         """Writes a number of each row."""
+        value = stored(value)
         if self.geometry.together == 1 or not any(place.strides):
             ref[self._offset(place)] = value
         else:
@@ -129,7 +142,7 @@ class Tile:
         """The elements of a part, in registers."""
         if isinstance(part.tile, Loadable):
             spot = Spot(part.tile.place, part.tile.start, part.length)
-            return self.memory.load(part.tile.ref, spot, self.first, self.begin)
+            return part.tile.meant(self.memory.load(part.tile.ref, spot, self.first, self.begin))
         if jnp.ndim(part.tile) == 0:
             return jnp.broadcast_to(part.tile, (self.geometry.held(part.length),))
         return part.tile
@@ -208,6 +221,12 @@ class Tile:
             f"`fuse` has no GPU kernel for {length} elements across parts of a joined row. Cut "
             "what is joined, or leave the cut outside of `fuse` there."
         )
+
+
+def stored(x):
+    """A value in a dtype that memory has: what is true is 1."""
+    one, zero = jnp.ones((), jnp.int32), jnp.zeros((), jnp.int32)
+    return jnp.where(x, one, zero) if x.dtype == jnp.bool_ else x
 
 
 def _elementwise(tile: Tile, eqn: JaxprEqn, *args) -> Value:

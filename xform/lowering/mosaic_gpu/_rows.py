@@ -34,6 +34,7 @@ from xform.lowering.mosaic_gpu._row_values import (
     neutral,
     partial_of,
     reduced,
+    stored,
     unknown,
 )
 from xform.lowering.row_blocks import Blocks, of_nothing
@@ -68,8 +69,14 @@ def run(region: Region, *args, split: Split = WHOLE, interpret=None) -> list:
 
 
 def _as_it_lies(x, place: Place):
-    """An operand in the order in which kernels read it, which takes a copy where it is another."""
+    """An operand in the order and dtype that kernels read, which takes a copy of another."""
+    x = x.astype(_in_memory(x.dtype))
     return x if place.order is None else x.transpose(place.order)
+
+
+def _in_memory(dtype):
+    """The dtype of an operand or result in memory: kernels have no bytes of truth values."""
+    return jnp.dtype(jnp.int32) if dtype == jnp.bool_ else dtype
 
 
 def _as_it_was(x, shape: Sequence[int], place: Place):
@@ -171,7 +178,9 @@ class _Kernel:
         places = self.laid_out[1]
         ends = zip(self.region.body.invars, args, strict=True)
         given = [_as_it_lies(x, places[v]).reshape(-1) for v, x in ends]
-        sizes = [(math.prod(self.region.shape(v)), v.aval.dtype) for v in self.region.results]
+        sizes = [
+            (math.prod(self.region.shape(v)), _in_memory(v.aval.dtype)) for v in self.region.results
+        ]
         if self.region.sums:
             sizes.append((self.blocks * self.sum_size, jnp.dtype(jnp.float32)))
         run = plgpu.kernel(
@@ -190,7 +199,7 @@ class _Kernel:
         if parts is not None:
             parts = parts.reshape(self.geometry.groups, self.turns, -1)
         results = [
-            _as_it_was(x, self.region.shape(v), places[v])
+            _as_it_was(x, self.region.shape(v), places[v]).astype(v.aval.dtype)
             for x, v in zip(made, self.region.results, strict=True)
         ]
         return results, parts
@@ -385,7 +394,7 @@ class _Kernel:
         start = 0
         for part in value:
             spot = Spot(place, start, part.length)
-            self.memory.store(ref, spot, tile.first, tile.begin, tile.tile(part))
+            self.memory.store(ref, spot, tile.first, tile.begin, stored(tile.tile(part)))
             start += part.length
 
     def _again(self, v) -> list[int]:
