@@ -91,13 +91,15 @@ class _Lines:
 
     def _place_sums(self) -> None:
         """Decides which sums are along a row, and which over rows, that the program ends with."""
-        left = self.relations.sums
-        while inside := [pair for pair in left if not self._ends(*pair, left)]:
+        before = -1
+        while before < len(self.within):  # each line that lies within a row may bring others there
+            before = len(self.within)
+            left = [pair for pair in self.relations.sums if self._over(*pair)]
+            inside = [pair for pair in left if not self._ends(*pair, left)]
             for eqn, axes in inside:
                 self.within |= self._over(eqn, axes)
-            left = [pair for pair in left if pair not in inside]
-        for eqn, axes in left:
-            self._keep_a_row(eqn, self._over(eqn, axes))
+            for eqn, axes in left if not inside else ():
+                self._keep_a_row(eqn, self._over(eqn, axes))
 
     def _keep_a_row(self, eqn: JaxprEqn, over: set[int]) -> None:
         """Takes what a sum is over and lies side by side in memory for a row, if any is left."""
