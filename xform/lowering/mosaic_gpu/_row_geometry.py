@@ -108,6 +108,11 @@ class Geometry:
         unit = THREADS * self.vector
         return -(-self.together * min(length, self.chunk) // unit) * unit
 
+    def is_full(self, length: int) -> bool:
+        """Whether all threads have elements of a row of so many, in each of its parts."""
+        longest = self.chunks == 1 or length == self.length
+        return longest and length % self.held(length) == 0
+
 
 def misfits(region: Region) -> list[str]:
     """Returns why the kernel can't take a region; nothing if it can."""

@@ -150,7 +150,7 @@ class Tile:
     def inside(self, part: Part):
         """Which elements of a part's tile are of the row; None if all are."""
         held = self.geometry.held(part.length)
-        if part.length % held == 0:
+        if self.geometry.is_full(part.length):
             return None
         return self.begin + self.memory.iota(held) < part.length
 

@@ -329,10 +329,7 @@ class _Kernel:
             self._add(totals, tile)
             return [lax.add(x, self._elements(tile, i)) for i, x in zip(spread, found, strict=True)]
 
-        zero = lambda i: self.memory.tile(
-            jnp.zeros((), wide_of(self.region.summed[i].aval.dtype)),
-            self.geometry.held(self.geometry.length),
-        )
+        zero = lambda i: self._start(self.region.summed[i], "reduce_sum")
         chunks = jnp.int32(self.geometry.chunks)
         found = lax.fori_loop(jnp.int32(0), chunks, step, [zero(i) for i in spread])
         tile = self._tile(ins, number, jnp.int32(0), numbers)
@@ -433,12 +430,9 @@ class _Kernel:
                     for old, eqn in zip(so_far, eqns, strict=True)
                 ]
 
-            found = lax.fori_loop(
-                jnp.int32(0),
-                jnp.int32(self.geometry.chunks),
-                step,
-                [self._neutral(e) for e in eqns],
-            )
+            chunks = jnp.int32(self.geometry.chunks)
+            start = [self._start(e.invars[0], e.primitive.name) for e in eqns]
+            found = lax.fori_loop(jnp.int32(0), chunks, step, start)
             for eqn, x in zip(eqns, found, strict=True):
                 (out,) = eqn.outvars
                 numbers[out] = reduced(eqn.primitive.name, x).astype(type_of(out).dtype)
@@ -449,12 +443,10 @@ class _Kernel:
         (part,) = tile.row(eqn.invars[0], tile.read(eqn.invars[0]))
         return partial_of(eqn.primitive.name, tile, part)
 
-    def _neutral(self, eqn: JaxprEqn):
-        """What a sum or maximum begins with."""
-        name, dtype = eqn.primitive.name, type_of(eqn.invars[0]).dtype
-        dtype = (
-            wide_of(dtype)
-            if name == "reduce_sum" and jnp.issubdtype(dtype, jnp.floating)
-            else dtype
-        )
-        return self.memory.tile(neutral(name, dtype), self.geometry.held(self.geometry.length))
+    def _start(self, v, name: str):
+        """What a sum or maximum of a value begins with."""
+        dtype = type_of(v).dtype
+        if name == "reduce_sum" and jnp.issubdtype(dtype, jnp.floating):
+            dtype = wide_of(dtype)
+        held = self.geometry.held(self.geometry.width(self.region, v))
+        return self.memory.tile(neutral(name, dtype), held)
