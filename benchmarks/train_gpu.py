@@ -55,7 +55,6 @@ class Setting:
       fuse: whether the model is fused.
       unroll: how many layers are one turn of the loop.
       loss: "kernel" or "dense" (all logits at once).
-      slices: whether XLA lets products read and write parts of stacked arrays where they are.
     """
 
     heads: int = 64
@@ -65,7 +64,6 @@ class Setting:
     fuse: bool = True
     unroll: int = 1
     loss: str = "dense"
-    slices: bool = False
     layers: int = 16
     width: int = 2048
     units: int = 8192
@@ -217,8 +215,7 @@ def measure_jax(setting: Setting, make: Callable, split: bool) -> dict[str, floa
         return *update(params, state, grads), value
 
     start = time.perf_counter()
-    options = {"xla_gpu_enable_dynamic_slice_fusion": True} if setting.slices else None
-    jitted = jax.jit(step, donate_argnums=(0, 1), compiler_options=options)
+    jitted = jax.jit(step, donate_argnums=(0, 1))
     compiled = jitted.lower(params, state, tokens, labels).compile()
     seconds = time.perf_counter() - start
     memory = compiled.memory_analysis()

@@ -4,7 +4,8 @@ A row that fits stays in registers from its loads to its stores, with one reduct
 warps for each sum or maximum. A longer one is walked in parts, once for each sum or maximum that
 others wait for, and once more for its results: each time it is made again of its operands, by the
 same operations. What is summed over rows stays in registers of as many blocks as the device holds,
-each of which leaves its part: one reduction finishes them.
+each of which loads its next row while it works on one, and leaves its part: one reduction finishes
+them. Sums of long rows, and of joined ones, are each block's own in memory.
 """
 
 from __future__ import annotations
@@ -41,9 +42,6 @@ from xform.lowering.row_blocks import Blocks, of_nothing
 
 # Blocks that keep sums: four of each of an H200's multiprocessors.
 _BLOCKS = 4 * 132
-# Blocks that walk rows, each loading one while it works on the one before; None for one a row.
-_WALKERS: int | None = None
-_AHEAD = True
 
 
 def run(region: Region, *args, split: Split = WHOLE, interpret=None) -> list:
@@ -89,7 +87,7 @@ def _as_it_was(x, shape: Sequence[int], place: Place):
 
 @dataclasses.dataclass(frozen=True)
 class _Totals:
-    """Sums of long rows, which a block has in memory.
+    """Sums of long or joined rows, which a block has in memory.
 
     Attributes:
       ref: the parts of all blocks.
@@ -131,8 +129,7 @@ class _Kernel:
         """How many blocks share the rows of a group."""
         geometry = self.geometry
         each = geometry.tiles // geometry.groups
-        most = _BLOCKS if self.region.sums else _WALKERS
-        return each if most is None else min(each, -(-most // geometry.groups))
+        return min(each, -(-_BLOCKS // geometry.groups)) if self.region.sums else each
 
     @property
     def blocks(self) -> int:
@@ -209,18 +206,17 @@ class _Kernel:
         n, m = len(self.region.body.invars), len(self.region.results)
         ins, outs, sums = refs[:n], refs[n : n + m], refs[n + m :]
         block = lax.axis_index("block")
-        if not self.region.sums and self.turns * self.geometry.groups == self.geometry.tiles:
+        if not self.region.sums:
             self._row(ins, outs, block, None, [])
             return
         each, turns = self.geometry.tiles // self.geometry.groups, jnp.int32(self.turns)
         group, first = lax.div(block, turns), lax.rem(block, turns)
         count = lax.div(jnp.int32(each - 1) - first, turns) + 1
-
         number = lambda i: group * each + first + i * turns
 
         def step(i, carry):
             so_far, loaded = carry
-            totals = _Totals(sums[0], block, i == 0) if sums else None
+            totals = _Totals(sums[0], block, i == 0)
             # Before what this row waits for: a thread is never without a load on its way.
             following = self._ahead(ins, number(jnp.minimum(i + 1, count - 1)))
             return self._row(ins, outs, number(i), totals, so_far, loaded), following
@@ -233,7 +229,7 @@ class _Kernel:
     @cached_property
     def _loaded_ahead(self) -> list[Var]:
         """The operands of which a block loads its next row while it works on one."""
-        if self.geometry.chunks > 1 or not _AHEAD:
+        if self.geometry.chunks > 1:
             return []
         cut = {v for e in self.region.body.eqns if e.primitive.name in CUTS for v in e.invars}
         places = self.laid_out[1]
