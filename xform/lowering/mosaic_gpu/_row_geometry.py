@@ -16,7 +16,7 @@ import dataclasses
 import math
 from collections.abc import Iterator, Mapping, Sequence
 
-from xform._compat import JaxprEqn, Var
+from xform._compat import JaxprEqn, Literal, Var
 from xform.lowering._region import Region
 
 THREADS = 128
@@ -96,7 +96,7 @@ class Geometry:
         """How many parts the longest row has."""
         return -(-self.length // self.chunk)
 
-    def width(self, region: Region, v: Var) -> int:
+    def width(self, region: Region, v: Var | Literal) -> int:
         """Elements of a row of a value; 1 where it is a number of it."""
         lines = [k for k in region.lines_of(v) if k is not None]
         if self.flat and any(k in self.rows_of for k in lines):
@@ -249,16 +249,16 @@ def _inner(region: Region) -> list[int]:
     return _within(region) or list(region.rows[-1:])
 
 
-def _own(inner: Sequence[int], region: Region, v: Var) -> list[int]:
+def _own(inner: Sequence[int], region: Region, v: Var | Literal) -> list[int]:
     """The lines of a value that are of a row."""
     return [k for k in region.lines_of(v) if k is not None and k in inner]
 
 
-def _has(inner: Sequence[int], region: Region, v: Var) -> bool:
+def _has(inner: Sequence[int], region: Region, v: Var | Literal) -> bool:
     return any(k in inner for k in region.lines_of(v))
 
 
-def _length(inner: Sequence[int], region: Region, v: Var) -> int:
+def _length(inner: Sequence[int], region: Region, v: Var | Literal) -> int:
     """The elements of a row of a value."""
     return math.prod(region.sizes[k] for k in _own(inner, region, v))
 
