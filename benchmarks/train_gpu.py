@@ -165,7 +165,7 @@ def plain(setting: Setting, *, unrolled: bool) -> tuple[Callable, dict]:
     import jax
     import jax.numpy as jnp
 
-    import llama
+    import between
 
     xform_loss, params = xform(setting)
     del xform_loss
@@ -180,7 +180,7 @@ def plain(setting: Setting, *, unrolled: bool) -> tuple[Callable, dict]:
         return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1)
 
     def layer(x, p):
-        h = llama.rms_norm(x, p["attention_norm"])
+        h = between.rms_norm(x, p["attention_norm"])
         q, k, v = (
             (h @ p[name]).reshape(*h.shape[:2], -1, size) for name in ("query", "key", "value")
         )
@@ -188,13 +188,13 @@ def plain(setting: Setting, *, unrolled: bool) -> tuple[Callable, dict]:
             turned(q), turned(k), v, is_causal=True, implementation="cudnn"
         )
         x = x + out.reshape(x.shape) @ p["out"]
-        h = llama.rms_norm(x, p["hidden_norm"])
+        h = between.rms_norm(x, p["hidden_norm"])
         return x + (jax.nn.silu(h @ p["gate"]) * (h @ p["up"])) @ p["down"], None
 
     def loss(params, tokens, labels):
         unroll = setting.layers if unrolled else 1
         x, _ = jax.lax.scan(layer, params["embed"][tokens], params["layers"], unroll=unroll)
-        return dense_loss(llama.rms_norm(x, params["norm"]) @ params["unembed"], labels)
+        return dense_loss(between.rms_norm(x, params["norm"]) @ params["unembed"], labels)
 
     return loss, params
 

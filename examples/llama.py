@@ -14,7 +14,6 @@ Shapes are the suffixes of names:
     E  experts
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -22,9 +21,10 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
+import between
 import rope
 from cache import Cache, Pages
-from xform import causal, documents, fuse
+from xform import causal, documents
 from xform.sharding import TensorParallel
 from xform.sharding.context import ContextParallel
 from xform.sharding.experts import ExpertParallel, Load, Routing, auxiliary
@@ -165,7 +165,7 @@ def stream(
     """
     x_BTM = tp.embed(params["embed"], tokens_BT)
     x_BTM, load = through(params["layers"], x_BTM, ids_BT, config, tp, scan, cp, ep)
-    return norm(config)(x_BTM, params["norm"]), load
+    return between.norm(config.norm_eps, config.fuse)(x_BTM, params["norm"]), load
 
 
 def through(
@@ -191,17 +191,19 @@ def layer(
     tp: TensorParallel = ONE, cp: ContextParallel = WHOLE, cache=None, ep: ExpertParallel = HERE,
 ):  # fmt: skip
     """One layer: attention, then a feed-forward block, each added to the stream."""
-    normed_BTM = norm(config)(x_BTM, p["attention_norm"])
+    normed_BTM = between.norm(config.norm_eps, config.fuse)(x_BTM, p["attention_norm"])
     q, k, v = tp.column(normed_BTM, p["query"], p["key"], p["value"])
     out, cache = attention(q, k, v, mask, rotation, config, cp, cache)
-    x_BTM, normed_BTM = add_and_norm(config)(x_BTM, tp.row(out, p["out"]), p["hidden_norm"])
+    x_BTM, normed_BTM = between.add_and_norm(config.norm_eps, config.fuse)(
+        x_BTM, tp.row(out, p["out"]), p["hidden_norm"]
+    )
     made_BTM, load = feed_forward(normed_BTM, p, config, tp, ep)
     return x_BTM + made_BTM, cache, load
 
 
 def feed_forward(x_BTM, p: dict, config: Config, tp: TensorParallel, ep: ExpertParallel):
     """A gated block, or a few of many such for each token; and how these were used."""
-    gate = one_kernel(lambda gate, up: jax.nn.silu(gate) * up, config)
+    gate = between.gate(config.fuse)
     if not config.experts:
         return tp.row(gate(*tp.column(x_BTM, p["gate"], p["up"])), p["down"]), None
 
@@ -220,7 +222,7 @@ def attention(q, k, v, mask, rotation, config: Config, cp: ContextParallel, cach
     """
     B, T, _ = q.shape
     q_BTHD, k_BTKD, v_BTKD = (x.reshape(B, T, -1, config.head_size) for x in (q, k, v))
-    rotate = one_kernel(rope.rotate, config)
+    rotate = between.one_kernel(rope.rotate, config.fuse)
     q_BTHD, k_BTKD = rotate(q_BTHD, rotation), rotate(k_BTKD, rotation)
     if cache is None:
         out_BTHD = cp.attention(q_BTHD, k_BTKD, v_BTKD, mask_mod=mask)
@@ -228,41 +230,6 @@ def attention(q, k, v, mask, rotation, config: Config, cp: ContextParallel, cach
         cache = cache.append(k_BTKD, v_BTKD)
         out_BTHD = cache.attend(q_BTHD, mask)
     return out_BTHD.reshape(B, T, -1), cache
-
-
-def rms_norm(x_BTM, scale_M, eps: float = 1e-5):
-    """Rows of unit mean square, times a learned scale."""
-    wide_BTM = x_BTM.astype(jnp.promote_types(x_BTM.dtype, jnp.float32))
-    unit_BTM = wide_BTM * jax.lax.rsqrt(jnp.mean(wide_BTM**2, -1, keepdims=True) + eps)
-    return unit_BTM.astype(x_BTM.dtype) * scale_M
-
-
-# What stands between products passes through memory once, by one kernel forward and one backward.
-
-
-def one_kernel(f: Callable, config: Config) -> Callable:
-    """Returns `f`, fused as `config.fuse` says.
-
-    By default it is on a Hopper GPU, for which `fuse` has kernels. On a CPU it is a loop over
-    blocks of rows, on one core, where XLA's own loops are on all of them.
-    """
-    here = getattr(jax.devices()[0], "compute_capability", None) == "9.0"
-    return fuse(f) if (here if config.fuse is None else config.fuse) else f
-
-
-def norm(config: Config) -> Callable:
-    """Returns `rms_norm` of a stream and a scale."""
-    return one_kernel(lambda x_BTM, scale_M: rms_norm(x_BTM, scale_M, config.norm_eps), config)
-
-
-def add_and_norm(config: Config) -> Callable:
-    """Returns what adds a block to the stream, and gives that with its `rms_norm`."""
-
-    def f(x_BTM, block_BTM, scale_M):
-        x_BTM = x_BTM + block_BTM
-        return x_BTM, rms_norm(x_BTM, scale_M, config.norm_eps)
-
-    return one_kernel(f, config)
 
 
 def rotations(positions_T, config: Config):
@@ -323,4 +290,5 @@ def extend(params: dict, tokens_BT, cache: Cache | Pages, config: Config):
         return layer(x_BTM, p, MASK, rotation, config, cache=before)[:2]
 
     x_BTM, after = jax.lax.scan(step, params["embed"][tokens_BT], (params["layers"], cache))
-    return norm(config)(x_BTM, params["norm"]) @ params["unembed"], after
+    normed_BTM = between.norm(config.norm_eps, config.fuse)(x_BTM, params["norm"])
+    return normed_BTM @ params["unembed"], after
