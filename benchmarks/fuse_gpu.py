@@ -163,6 +163,7 @@ def in_jax(f: Callable, program: str, args: list, cts: list, moving: tuple[int, 
     compiled = jax.jit(g).lower(*inputs).compile()
 
     def calls(count: int) -> None:
+        last = None
         for _ in range(count):
             last = compiled(*inputs)
         jax.block_until_ready(last)

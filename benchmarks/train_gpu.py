@@ -226,11 +226,12 @@ def measure_jax(setting: Setting, make: Callable, split: bool) -> dict[str, floa
 
     def run(count: int) -> float:
         nonlocal params, state
+        value = math.nan
         for _ in range(count):
             params, state, value = compiled(params, state, tokens, labels)
         return float(value)
 
-    first, times = run(2), []
+    first, last, times = run(2), math.nan, []
     for _ in range(ROUNDS):
         start = time.perf_counter()
         last = run(CALLS)
@@ -310,6 +311,7 @@ def measure_torch(setting: Setting, attention: str, split: bool) -> dict[str, fl
     tokens, labels = (torch.randint(0, s.codes, (s.rows, s.length)) for _ in range(2))
 
     def run(count: int) -> float:
+        loss = math.nan
         for _ in range(count):
             with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
                 loss = compiled(tokens, labels, cos, sin, mask)
@@ -321,7 +323,7 @@ def measure_torch(setting: Setting, attention: str, split: bool) -> dict[str, fl
     start = time.perf_counter()
     run(1)
     seconds = time.perf_counter() - start
-    first, times = run(2), []
+    first, last, times = run(2), math.nan, []
     for _ in range(ROUNDS):
         start = time.perf_counter()
         last = run(CALLS)
