@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
+import between
 import rope
 from cache import Cache, Pages
 from xform import causal, documents
@@ -52,6 +53,7 @@ class Config:
     capacity: float | None = None  # times an even share of a device's part of a row; drops the rest
     balance: float = 0.01  # what uneven use of experts counts in the loss
     router_z: float = 0.001  # what large logits of routers count
+    fuse: bool | None = None  # kernels between products; None: where there are some for the device
 
     @property
     def routing(self) -> Routing:
@@ -163,7 +165,7 @@ def stream(
     """
     x_BTM = tp.embed(params["embed"], tokens_BT)
     x_BTM, load = through(params["layers"], x_BTM, ids_BT, config, tp, scan, cp, ep)
-    return rms_norm(x_BTM, params["norm"], config.norm_eps), load
+    return between.norm(config.norm_eps, config.fuse)(x_BTM, params["norm"]), load
 
 
 def through(
@@ -189,24 +191,25 @@ def layer(
     tp: TensorParallel = ONE, cp: ContextParallel = WHOLE, cache=None, ep: ExpertParallel = HERE,
 ):  # fmt: skip
     """One layer: attention, then a feed-forward block, each added to the stream."""
-    normed_BTM = rms_norm(x_BTM, p["attention_norm"], config.norm_eps)
+    normed_BTM = between.norm(config.norm_eps, config.fuse)(x_BTM, p["attention_norm"])
     q, k, v = tp.column(normed_BTM, p["query"], p["key"], p["value"])
     out, cache = attention(q, k, v, mask, rotation, config, cp, cache)
-    x_BTM += tp.row(out, p["out"])
-    normed_BTM = rms_norm(x_BTM, p["hidden_norm"], config.norm_eps)
+    x_BTM, normed_BTM = between.add_and_norm(config.norm_eps, config.fuse)(
+        x_BTM, tp.row(out, p["out"]), p["hidden_norm"]
+    )
     made_BTM, load = feed_forward(normed_BTM, p, config, tp, ep)
     return x_BTM + made_BTM, cache, load
 
 
 def feed_forward(x_BTM, p: dict, config: Config, tp: TensorParallel, ep: ExpertParallel):
     """A gated block, or a few of many such for each token; and how these were used."""
+    gate = between.gate(config.fuse)
     if not config.experts:
-        gate_BTF, up_BTF = tp.column(x_BTM, p["gate"], p["up"])
-        return tp.row(jax.nn.silu(gate_BTF) * up_BTF, p["down"]), None
+        return tp.row(gate(*tp.column(x_BTM, p["gate"], p["up"])), p["down"]), None
 
     def gated(x, dot, prefix=""):
-        gate, up, down = (p[prefix + name] for name in ("gate", "up", "down"))
-        return dot(jax.nn.silu(dot(x, gate)) * dot(x, up), down)
+        opening, up, down = (p[prefix + name] for name in ("gate", "up", "down"))
+        return dot(gate(dot(x, opening), dot(x, up)), down)
 
     shared = (lambda x: gated(x, jnp.matmul, "shared_")) if config.shared else None
     return ep.routed(x_BTM, p["router"], gated, config.routing, shared=shared)
@@ -219,18 +222,14 @@ def attention(q, k, v, mask, rotation, config: Config, cp: ContextParallel, cach
     """
     B, T, _ = q.shape
     q_BTHD, k_BTKD, v_BTKD = (x.reshape(B, T, -1, config.head_size) for x in (q, k, v))
-    q_BTHD, k_BTKD = rope.rotate(q_BTHD, rotation), rope.rotate(k_BTKD, rotation)
+    rotate = between.one_kernel(rope.rotate, config.fuse)
+    q_BTHD, k_BTKD = rotate(q_BTHD, rotation), rotate(k_BTKD, rotation)
     if cache is None:
         out_BTHD = cp.attention(q_BTHD, k_BTKD, v_BTKD, mask_mod=mask)
     else:
         cache = cache.append(k_BTKD, v_BTKD)
         out_BTHD = cache.attend(q_BTHD, mask)
     return out_BTHD.reshape(B, T, -1), cache
-
-
-def rms_norm(x_BTM, scale_M, eps: float = 1e-5):
-    """Rows of unit mean square, times a learned scale."""
-    return x_BTM * jax.lax.rsqrt(jnp.mean(x_BTM**2, -1, keepdims=True) + eps) * scale_M
 
 
 def rotations(positions_T, config: Config):
@@ -291,4 +290,5 @@ def extend(params: dict, tokens_BT, cache: Cache | Pages, config: Config):
         return layer(x_BTM, p, MASK, rotation, config, cache=before)[:2]
 
     x_BTM, after = jax.lax.scan(step, params["embed"][tokens_BT], (params["layers"], cache))
-    return rms_norm(x_BTM, params["norm"], config.norm_eps) @ params["unembed"], after
+    normed_BTM = between.norm(config.norm_eps, config.fuse)(x_BTM, params["norm"])
+    return normed_BTM @ params["unembed"], after

@@ -21,6 +21,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
+import between
 import llama
 import parallel
 from parallel import Layout
@@ -256,7 +257,7 @@ def functions_of(layout: Layout, model: llama.Config, specs: dict, policy: str) 
         return tp.embed(params["embed"], rows.tokens)
 
     def last(params, x_BTM, rows):
-        x_BTM = llama.rms_norm(x_BTM, params["norm"], model.norm_eps)
+        x_BTM = between.norm(model.norm_eps, model.fuse)(x_BTM, params["norm"])
         axes = parallel.of_rows(jax.sharding.get_abstract_mesh())
         return jax.lax.psum(llama.surprise(params, x_BTM, rows.labels, tp)[0], axes)
 

@@ -58,4 +58,5 @@ def rotate(x_BTHD, rotation):
     """Turns the pairs (i, i + D/2) of each head by an angle that grows with the position."""
     cos, sin = rotation
     a, b = jnp.split(x_BTHD, 2, axis=-1)
-    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
+    turned = jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
+    return turned.astype(x_BTHD.dtype)

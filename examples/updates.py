@@ -76,7 +76,9 @@ def first_state(
 def update_of(optimizer: optax.GradientTransformation) -> Callable:
     """Returns `update(state, loss, grads) -> state, loss`, which reuses the state's memory.
 
-    What is not finite changes nothing, so that there is still something to look at. It is a program
+    What is not finite changes nothing, so that there is still something to look at. XLA makes one
+    loop of each parameter's update, that writes over the old state; a kernel of `fuse` has results
+    of its own, and donated memory would take a copy. It is a program
     of its own: as part of the one that makes gradients, XLA's CPU code for it takes ten times
     longer.
     """

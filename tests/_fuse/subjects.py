@@ -113,6 +113,68 @@ SUBJECTS = {
 }  # fmt: skip
 
 
+def norm(x, w):
+    return x * jax.lax.rsqrt((x * x).mean(-1, keepdims=True) + 1e-6) * w[None]
+
+
+def norm_and_turn(x, w, cos, sin):
+    """The halves that are turned are cut from a row that was computed."""
+    a, b = jnp.split(norm(x, w), 2, -1)
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1)
+
+
+SHAPES = {
+    "over columns": (lambda x: x / (1 + (x * x).sum(0, keepdims=True)), [(3, 5, 7)]),
+    "over two dims": (lambda x: x - x.max((0, 2), keepdims=True), [(3, 5, 7)]),
+    "sums of each dim": (lambda x: (x.sum(0), x.sum(1), x.sum(2)), [(3, 5, 7)]),
+    "all of it": (lambda x: x - x.mean(), [(3, 5)]),
+    "transposed": (lambda x, y: x + y.T, [(3, 5), (5, 3)]),
+    "of fewer dims": (lambda x, y: (x * y[None], (y * y).sum()), [(3, 5), (5,)]),
+    "one row": (norm, [(1, 33), (33,)]),
+    "one column": (norm, [(7, 1), (1,)]),
+    "a number, then a weight": (lambda x, w: ((x * x).sum(), x * w[None]), [(6, 16), (16,)]),
+    "a weight a head": (lambda x, w: x * w[None], [(6, 3, 8), (3, 8)]),
+    "angles with gradients": (rotary, [(2, 5, 3, 8), (5, 4), (5, 4)]),
+    "a computed row is cut": (norm_and_turn, [(6, 16), (16,), (6, 8), (6, 8)]),
+}
+"""Where rows lie, and what is summed over them: functions, and their arguments' shapes."""
+
+
+def by_truth(f):
+    """Truth values go in and out of kernels: of elements, and of rows."""
+
+    def run(x):
+        above, large = f(lambda x: (x > 0, x.max(-1) > 1))(x)
+        return f(lambda x, a, b: (jnp.where(a & b[:, None], x, -x), a))(x, above, large)
+
+    return run
+
+
+LONG = {
+    "beside short ones": (
+        lambda x, y: (x - y.max(-1, keepdims=True), y - x.max(-1, keepdims=True), (y * y).sum()),
+        [(3, 9216), (3, 1024)],
+    ),
+    "weights of long rows": (norm, [(3, 9000), (9000,)]),
+    "a sum of long rows": (lambda x: (2 * x, (x - x.max(-1, keepdims=True)).sum()), [(3, 9000)]),
+}
+"""The same of rows that registers do not hold."""
+
+
+def arguments_of(shapes) -> list:
+    return [normal(i, shape) for i, shape in enumerate(shapes)]
+
+
+REFUSED = {
+    "a part of a row": (lambda x: x.reshape(3, 2, 4).sum(-1) + x[:, :2], (3, 8), "part of a row"),
+    "steps": (lambda x: x[:, ::2] + x[:, 1::2], (3, 8), "leaves elements out"),
+    "itself": (lambda x: x + x.T, (4, 4), "all of a row meets all of it"),
+    "all pairs": (lambda x: x[:, :, None] - x[:, None], (4, 5), "all of a row meets all of it"),
+    "8 bits": (lambda x: x.astype(jnp.int8), (4, 5), "arrays of int8"),
+}
+"""What has no kernel on a GPU: functions, the shape of their argument, and why."""
+
+
 def with_gradients(f, argnums):
     """A function of the arguments and a seed: results, and gradients along random cotangents."""
 

@@ -1,3 +1,4 @@
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 
@@ -40,6 +41,15 @@ def random_params() -> dict:
 
 def test_it_is_short():
     assert len(Path(llama.__file__).read_text().splitlines()) < 300
+
+
+def test_with_kernels_between_products_it_is_the_same_model():
+    of = lambda fused: partial(llama.loss, config=replace(SMALL, fuse=fused))
+    gradients = lambda fused: once(
+        jax.value_and_grad(lambda p: of(fused)(p, random_rows())[0]), random_params()
+    )
+    close = partial(np.testing.assert_allclose, rtol=2e-4, atol=2e-5)
+    jax.tree.map(close, gradients(True), gradients(False))
 
 
 def test_specs_have_the_structure_of_the_parameters():

@@ -29,7 +29,8 @@ def fuse(f: Callable) -> Callable:
     * **Saved** for the backward pass are arguments, results, and numbers of rows; random bits are
       made again.
     * On a CPU it is one loop over blocks of rows in which no value is larger than a block, which is
-      read off the compiled program. On a GPU it is a kernel in Pallas.
+      read off the compiled program. On a GPU it is a kernel in Pallas; an array whose rows do not
+      lie side by side (what is reduced is not its last dim) is copied there, by a kernel of XLA's.
     * `vmap` adds rows, `jax.shard_map` runs it on each device's rows. Under `jit`, arrays may be
       split along rows, and nothing moves but sums over rows. Derivatives of any order and in both
       directions are kernels.

@@ -56,8 +56,7 @@ class _Lines:
         made = [v for eqn in program.eqns for v in eqn.outvars]
         self.lines = {v: self._number(v) for v in [*program.invars, *made]}
         self.within = self._of(self.relations.whole) | self._met_twice()
-        for eqn, axes in self.relations.sums:
-            self._place(eqn, axes)
+        self._place_sums()
 
     def _number(self, v: Var) -> Lines:
         found: list[int | None] = []
@@ -90,27 +89,41 @@ class _Lines:
 
     # ---- sums ------------------------------------------------------------------------------------
 
-    def _place(self, eqn: JaxprEqn, axes: tuple[int, ...]) -> None:
-        """Decides whether a sum is one along a row, or one over rows that the program ends with."""
-        over = self._over(eqn, axes)
-        if not over:
-            return
-        if not self._ends(eqn, over):
-            self.within |= over
-            return
+    def _place_sums(self) -> None:
+        """Decides which sums are along a row, and which over rows, that the program ends with."""
+        before = -1
+        while before < len(self.within):  # each line that lies within a row may bring others there
+            before = len(self.within)
+            left = [pair for pair in self.relations.sums if self._over(*pair)]
+            inside = [pair for pair in left if not self._ends(*pair, left)]
+            for eqn, axes in inside:
+                self.within |= self._over(eqn, axes)
+            for eqn, axes in left if not inside else ():
+                self._keep_a_row(eqn, self._over(eqn, axes))
+
+    def _keep_a_row(self, eqn: JaxprEqn, over: set[int]) -> None:
+        """Takes what a sum is over and lies side by side in memory for a row, if any is left."""
         others = self.of(eqn.invars[0]) - over
         for line in reversed(self._lines_of(eqn.invars[0])):
-            if line is None or line in self.within:
+            if line is None:
                 continue
-            if line not in over or not others:
+            if line in self.within or line not in over or not others:
                 break
-            self.within.add(line)  # what lies side by side in memory is a row, if any is left
+            self.within.add(line)
 
-    def _ends(self, eqn: JaxprEqn, over: set[int]) -> bool:
-        """Whether what depends on a sum is the end of the program, and no row of it."""
+    def _ends(self, eqn: JaxprEqn, axes: tuple[int, ...], sums: list) -> bool:
+        """Whether what depends on a sum is the end of the program, and no row of it.
+
+        Args:
+          eqn: the sum.
+          axes: which dims it is over.
+          sums: those that may be the end's, of which it may depend too.
+        """
+        over = self._over(eqn, axes)
+        others = [other for other, _ in sums]
+        ending = [*others, *self.after(others)]
+        fixed = {*(v for e in ending for v in e.outvars), *self.program.invars}
         after = self.after([eqn])
-        made = {v for e in [eqn, *after] for v in e.outvars}
-        fixed = {*made, *self.program.invars}
         reads = (v for e in after for v in e.invars)
         aside = all(isinstance(v, Literal) or v in fixed for v in reads)
         return aside and not any(over & self.of(v) for e in after for v in [*e.invars, *e.outvars])

@@ -8,10 +8,20 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from tests._fuse import subjects
-from tests._fuse.subjects import SUBJECTS, layer_norm, with_gradients
+from tests._fuse.subjects import (
+    LONG,
+    REFUSED,
+    SHAPES,
+    SUBJECTS,
+    arguments_of,
+    by_truth,
+    normal,
+    with_gradients,
+)
 from tests.oracle import assert_as_right_as, in_float64
 from xform import fuse
 from xform._compat import found_races
@@ -72,18 +82,39 @@ def test_more_rows_than_blocks_keep_sums(monkeypatch):
     check("layer norm", 128, jnp.float32, monkeypatch)
 
 
-def test_without_a_kernel_it_raises_by_name():
-    x = jnp.ones((8, 16))
-    over_columns = lambda x: x / x.sum(0, keepdims=True)
-    with pytest.raises(
-        NotImplementedError, match=r"float32\[8,16\], whose rows are not side by side"
-    ):
-        lower_for("H200", fuse(over_columns), x)
-    with pytest.raises(NotImplementedError, match="arrays of int8"):
-        lower_for("H200", fuse(lambda x: x + x), x.astype(jnp.int8))
-    grad = jax.grad(lambda w, x: fuse(layer_norm)(x, w, w).sum())
-    with pytest.raises(NotImplementedError, match="a sum over rows of 32,768"):
-        lower_for("H200", grad, jnp.ones(32_768), jnp.ones((2, 32_768)))
+def check_shape(f, shapes):
+    args = arguments_of(shapes)
+    run = with_gradients(fuse(f), tuple(range(len(args))))
+    judge = jax.jit(with_gradients(f, tuple(range(len(args)))))
+    assert_as_right_as(by_kernels(run, *args), judge(*args), in_float64(judge, *args))
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["over columns", "sums of each dim", "one row", "a weight a head", "a computed row is cut"],
+)
+def test_shapes_that_rows_come_in(name):
+    check_shape(*SHAPES[name])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*SHAPES, *LONG])
+def test_all_shapes_that_rows_come_in(name, monkeypatch):
+    monkeypatch.setattr(_rows, "_BLOCKS", 4)
+    check_shape(*(SHAPES | LONG)[name])
+
+
+def test_truth_values_go_in_and_out():
+    x = normal(0, (5, 33))
+    found, wanted = by_kernels(by_truth(fuse), x), by_truth(lambda f: f)(x)
+    jax.tree.map(np.testing.assert_array_equal, tuple(found), wanted)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_without_a_kernel_it_raises_by_name(name):
+    f, shape, why = REFUSED[name]
+    with pytest.raises(NotImplementedError, match=why):
+        lower_for("H200", fuse(f), jnp.ones(shape))
 
 
 def compiled(names, width, tmp_path) -> dict[str, tuple]:
@@ -91,7 +122,16 @@ def compiled(names, width, tmp_path) -> dict[str, tuple]:
     program = f"""
 import jax, jax.numpy as jnp
 jax.config.update("jax_platforms", "cpu")
-from tests._fuse.subjects import SUBJECTS, with_gradients
+from tests._fuse.subjects import (
+    LONG,
+    REFUSED,
+    SHAPES,
+    SUBJECTS,
+    arguments_of,
+    by_truth,
+    normal,
+    with_gradients,
+)
 from xform import fuse
 from xform._hlo import compile_for, read
 for name in {list(names)!r}:

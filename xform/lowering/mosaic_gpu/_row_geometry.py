@@ -3,6 +3,11 @@
 A *row* is what lies side by side: the dims within a row, which come last in memory. A tile is one
 row, or a part of a long one. Where nothing is summed, short rows go together in one tile, and
 arrays of one shape are taken apart into rows of as many elements as a thread loads at a time.
+
+Whatever the order of a value's dims, the elements of its row are in the order of the region's
+lines: a transposition moves nothing in registers. An operand that lies in another order is copied
+beforehand, a result afterwards. Rows whose sums are kept apart come one behind the other, a *group*
+of them for each sum.
 """
 
 from __future__ import annotations
@@ -11,7 +16,7 @@ import dataclasses
 import math
 from collections.abc import Iterator, Mapping, Sequence
 
-from xform._compat import JaxprEqn, Var
+from xform._compat import JaxprEqn, Literal, Var
 from xform.lowering._region import Region
 
 THREADS = 128
@@ -19,10 +24,11 @@ THREADS = 128
 _HELD = 64
 # Elements that one thread has of a tile of short rows: two loads of 16 bytes in 16 bits.
 _SHORT = 16
-_DTYPES = ("float32", "bfloat16", "float16", "int32", "uint32")
+_DTYPES = ("float32", "bfloat16", "float16", "int32", "uint32", "bool")
 _SUMMED = ("float32", "bfloat16", "float16")
 _REDUCTIONS = ("reduce_sum", "reduce_max", "reduce_min")
-_CUTS = ("slice", "split", "concatenate", "pad")
+CUTS = ("slice", "split", "concatenate", "pad")
+"""Operations that take rows apart, or put them together."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,10 +38,12 @@ class Place:
     Attributes:
       strides: between entries of each line of rows, 0 along those that it lacks.
       inner: of a row of it, side by side; None where a row has one number.
+      order: its dims as they lie; None where they lie as they are.
     """
 
     strides: tuple[int, ...]
     inner: int | None
+    order: tuple[int, ...] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,8 +56,10 @@ class Geometry:
       vector: elements that one thread loads at a time.
       together: rows of a tile.
       chunk: elements of a row in a tile.
-      divisors: of each line of the region, what the number of a row, or of an element in it, is
-        divided by for the position along the line; and whether it is a row's.
+      rows_of: each line of rows, and what the number of a row, or of an element where rows are
+        flat, is divided by for the position along it.
+      inner: the lines of a row, the outermost first.
+      grouped: how many of the lines of rows, the first ones, are numbers of groups.
       flat: whether rows are parts of arrays of one shape, and have no line of their own.
     """
 
@@ -58,12 +68,23 @@ class Geometry:
     vector: int
     together: int
     chunk: int
-    divisors: Mapping[int, tuple[int, bool]]
+    rows_of: Mapping[int, int]
+    inner: tuple[int, ...] = ()
+    grouped: int = 0
     flat: bool = False
 
     @property
     def rows(self) -> int:
         return math.prod(self.sizes)
+
+    @property
+    def groups(self) -> int:
+        return math.prod(self.sizes[: self.grouped])
+
+    @property
+    def group_lines(self) -> list[int]:
+        """The lines that number the groups."""
+        return list(self.rows_of)[: self.grouped]
 
     @property
     def tiles(self) -> int:
@@ -75,18 +96,22 @@ class Geometry:
         """How many parts the longest row has."""
         return -(-self.length // self.chunk)
 
-    def width(self, region: Region, v: Var) -> int:
+    def width(self, region: Region, v: Var | Literal) -> int:
         """Elements of a row of a value; 1 where it is a number of it."""
         lines = [k for k in region.lines_of(v) if k is not None]
-        if self.flat and any(k in self.divisors for k in lines):
+        if self.flat and any(k in self.rows_of for k in lines):
             return self.length
-        own = (k for k in lines if not self.divisors.get(k, (1, False))[1])
-        return math.prod(region.sizes[k] for k in own)
+        return math.prod(region.sizes[k] for k in lines if k not in self.rows_of)
 
     def held(self, length: int) -> int:
         """Elements of a tile of rows of so many, as all threads hold it."""
         unit = THREADS * self.vector
         return -(-self.together * min(length, self.chunk) // unit) * unit
+
+    def is_full(self, length: int) -> bool:
+        """Whether all threads have elements of a row of so many, in each of its parts."""
+        longest = self.chunks == 1 or length == self.length
+        return longest and length % self.held(length) == 0
 
 
 def misfits(region: Region) -> list[str]:
@@ -94,25 +119,52 @@ def misfits(region: Region) -> list[str]:
     inner = _inner(region)
     ends = [*region.body.invars, *region.results]
     told = lambda v: v.aval.str_short()
-    wrong = [
-        f"{told(v)}, whose rows are not side by side" for v in ends if not _last(inner, region, v)
-    ]
     dtypes = {str(v.aval.dtype) for v in ends} - set(_DTYPES)
-    wrong += [f"arrays of {dtype}; it takes {', '.join(_DTYPES)}" for dtype in sorted(dtypes)]
-    for i, v in enumerate(region.summed):
-        if any(k is not None and k not in inner for k in region.kept(i)):
-            wrong.append(f"a sum over rows of {told(v)} whose result has rows")
-        elif (n := _length(inner, region, v)) > THREADS * _HELD:
-            wrong.append(f"a sum over rows of {n:,}, more than registers hold")
+    wrong = [f"arrays of {dtype}; it takes {', '.join(_DTYPES)}" for dtype in sorted(dtypes)]
+    for v in region.values:
+        own = _own(inner, region, v)
+        if len(own) > len(set(own)):
+            wrong.append(f"{told(v)}, in which all of a row meets all of it")
     for eqn in region.body.eqns:
-        if eqn.primitive.name in _CUTS and not _cuts_rows(inner, region, eqn):
-            wrong.append(
-                f"`{eqn.primitive.name}` to {told(eqn.outvars[0])}, not of short whole rows"
-            )
+        if why := _misfit(inner, region, eqn):
+            wrong.append(f"`{eqn.primitive.name}` to {told(eqn.outvars[0])}, {why}")
+    for i, v in enumerate(region.summed):
+        own, kept = _own(inner, region, v), region.kept(i)
+        if not all(k in kept for k in own) and any(k in kept for k in own):
+            wrong.append(f"a sum over rows and over a part of each row of {told(v)}")
     other = {str(v.aval.dtype) for v in region.summed if v.aval.dtype not in _SUMMED}
     wrong += [f"a sum over rows of {dtype}" for dtype in sorted(other)]
     wrong += [f"{told(v)}, of 2**31 elements or more" for v in ends if v.aval.size >= 1 << 31]
-    return wrong
+    return list(dict.fromkeys(wrong))
+
+
+def _misfit(inner: Sequence[int], region: Region, eqn: JaxprEqn) -> str | None:
+    """Why an operation finds elements of a row elsewhere than its results are."""
+    name, (out, *_) = eqn.primitive.name, eqn.outvars
+    if name in CUTS:
+        if not _cuts_rows(inner, region, eqn):
+            return "not of short whole rows"
+        return "which leaves elements out on the way" if _steps(eqn) else None
+    if not eqn.invars:
+        return None
+    before, after = (_own(inner, region, v) for v in (eqn.invars[0], out))
+    if reduces(region, eqn) and before and after:
+        return "along a part of a row"
+    if name == "broadcast_in_dim" and before and sorted(before) != sorted(after):
+        return "which repeats a part of a row"
+    if name == "reshape" and before != after:
+        orders = ([inner.index(k) for k in lines] for lines in (before, after))
+        if any(order != sorted(order) for order in orders):
+            return "of dims in another order"
+    return None
+
+
+def _steps(eqn: JaxprEqn) -> bool:
+    """Whether a cut or join has elements between its elements."""
+    if eqn.primitive.name == "slice":
+        return any(n > 1 for n in eqn.params["strides"] or ())
+    padding = eqn.params.get("padding_config", ())
+    return any(between or before < 0 or after < 0 for before, after, between in padding)
 
 
 def geometry_of(region: Region) -> tuple[Geometry, dict[Var, Place]]:
@@ -122,20 +174,30 @@ def geometry_of(region: Region) -> tuple[Geometry, dict[Var, Place]]:
     if not sums and not _within(region) and all(_is_all(region, v) for v in ends):
         return _flat(region, ends)
     inner = _inner(region)
-    rows = [k for k in region.rows if k not in inner]
+    rows, grouped = _grouped(inner, region)
     lengths = {_length(inner, region, v) for v in region.values if _has(inner, region, v)} or {1}
     starts = {n for eqn in region.body.eqns for n in _starts(inner, region, eqn)}
     length = max(lengths)
-    chunk = length if length <= THREADS * _HELD else THREADS * _HELD // 2
-    together = 1 if sums else max(1, THREADS * _SHORT // length)
     sizes = tuple(region.sizes[k] for k in rows)
-    divisors = {k: (math.prod(sizes[i + 1 :]), True) for i, k in enumerate(rows)}
-    divisors |= {
-        k: (math.prod(region.sizes[j] for j in inner[i + 1 :]), False) for i, k in enumerate(inner)
-    }
-    vector = math.gcd(8, *lengths, *starts)
-    geometry = Geometry(sizes, length, vector, together, chunk, divisors)
+    geometry = Geometry(
+        sizes,
+        length,
+        vector=math.gcd(8, *lengths, *starts),
+        together=1 if sums else max(1, THREADS * _SHORT // length),
+        chunk=length if length <= THREADS * _HELD else THREADS * _HELD // 2,
+        rows_of={k: math.prod(sizes[i + 1 :]) for i, k in enumerate(rows)},
+        inner=tuple(inner),
+        grouped=grouped,
+    )
     return geometry, {v: _place(inner, rows, region, v) for v in ends}
+
+
+def _grouped(inner: Sequence[int], region: Region) -> tuple[list[int], int]:
+    """The lines of rows, those first along which sums over rows are kept; and how many they are."""
+    rows = [k for k in region.rows if k not in inner]
+    kept = {k for i in range(len(region.sums)) for k in region.kept(i)}
+    first = [k for k in rows if k in kept]
+    return [*first, *(k for k in rows if k not in kept)], len(first)
 
 
 def reduces(region: Region, eqn: JaxprEqn) -> bool:
@@ -151,9 +213,9 @@ def _flat(region: Region, ends: Sequence[Var]) -> tuple[Geometry, dict[Var, Plac
     sizes = [region.sizes[k] for k in region.rows]
     total = math.prod(sizes)
     vector = math.gcd(8, total)
-    divisors = {k: (math.prod(sizes[i + 1 :]), True) for i, k in enumerate(region.rows)}
+    rows_of = {k: math.prod(sizes[i + 1 :]) for i, k in enumerate(region.rows)}
     geometry = Geometry(
-        (total // vector,), vector, vector, THREADS * _SHORT // vector, vector, divisors, flat=True
+        (total // vector,), vector, vector, THREADS * _SHORT // vector, vector, rows_of, flat=True
     )
     row = Place((vector,), vector)
     place = lambda v: row if _has(region.rows, region, v) else Place((0,), _shared(region, v))
@@ -187,24 +249,18 @@ def _inner(region: Region) -> list[int]:
     return _within(region) or list(region.rows[-1:])
 
 
-def _own(inner: Sequence[int], region: Region, v: Var) -> list[int]:
+def _own(inner: Sequence[int], region: Region, v: Var | Literal) -> list[int]:
     """The lines of a value that are of a row."""
     return [k for k in region.lines_of(v) if k is not None and k in inner]
 
 
-def _has(inner: Sequence[int], region: Region, v: Var) -> bool:
+def _has(inner: Sequence[int], region: Region, v: Var | Literal) -> bool:
     return any(k in inner for k in region.lines_of(v))
 
 
-def _length(inner: Sequence[int], region: Region, v: Var) -> int:
+def _length(inner: Sequence[int], region: Region, v: Var | Literal) -> int:
     """The elements of a row of a value."""
     return math.prod(region.sizes[k] for k in _own(inner, region, v))
-
-
-def _last(inner: Sequence[int], region: Region, v: Var) -> bool:
-    """Whether a value's rows are side by side."""
-    within = [k in inner for k in region.lines_of(v) if k is not None]
-    return within == sorted(within)
 
 
 def _cuts_rows(inner: Sequence[int], region: Region, eqn: JaxprEqn) -> bool:
@@ -230,8 +286,12 @@ def _starts(inner: Sequence[int], region: Region, eqn: JaxprEqn) -> Iterator[int
 
 
 def _place(inner: Sequence[int], rows: Sequence[int], region: Region, v: Var) -> Place:
-    shape, lines = region.shape(v), region.lines_of(v)
+    lines, shape = region.lines_of(v), region.shape(v)
+    where = [inner.index(k) if k in inner else -1 for k in lines]
+    order = sorted(range(len(lines)), key=where.__getitem__)  # rows first, as they are
+    lines, shape = [lines[d] for d in order], [shape[d] for d in order]
     stride = {k: math.prod(shape[i + 1 :]) for i, k in enumerate(lines) if k is not None}
     own = [k for k in lines if k is not None and k not in rows]
     length = math.prod(region.sizes[k] for k in own) if own else None
-    return Place(tuple(stride.get(k, 0) for k in rows), length)
+    moved = tuple(order) if order != sorted(order) else None
+    return Place(tuple(stride.get(k, 0) for k in rows), length, moved)

@@ -138,7 +138,7 @@ def _where(geometry: Geometry, spot: Spot, first, begin, at):
     below = lambda a, b: arith.cmpi(arith.CmpIPredicate.ult, a, b)
     if geometry.together == 1:
         col = arith.addi(begin, at)
-        if spot.length % geometry.held(spot.length) == 0:
+        if geometry.is_full(spot.length):
             return first, col, None
         last = _constant(spot.length - geometry.vector)
         return first, arith.minui(col, last), below(col, _constant(spot.length))
@@ -217,7 +217,7 @@ class Twin:
         plgpu.when(fits)(lambda: ref.__setitem__(plgpu.ds(start, count), x[:count]))
         if rest := total % count:
             write = lambda: ref.__setitem__(plgpu.ds(start, rest), x[:rest])
-            plgpu.when(jnp.logical_not(fits))(write)
+            plgpu.when(jnp.logical_not(fits) & (first < total))(write)
 
     def tile(self, x, size: int):
         """As `Hardware.tile`."""

@@ -1,4 +1,4 @@
-"""The passes over a long row: which sums and maxima wait for which, and what each pass computes."""
+"""What of a row is computed when: passes over a long one, and what is joined of several parts."""
 
 from __future__ import annotations
 
@@ -33,3 +33,17 @@ def without(
             needed.update(v for v in eqn.invars if isinstance(v, Var) and v not in known)
             found.append(eqn)
     return found[::-1]
+
+
+def joined(region: Region) -> set[Var]:
+    """The values whose rows are several parts side by side, each of which begins at a thread."""
+    found: set[Var] = set()
+    for eqn in region.body.eqns:
+        whole = found.isdisjoint(v for v in eqn.invars if isinstance(v, Var))
+        if eqn.primitive.name in _JOINS or not (whole or eqn.primitive.name in _CUTS):
+            found.update(eqn.outvars)
+    return found
+
+
+_JOINS = frozenset(("concatenate", "pad"))
+_CUTS = frozenset(("slice", "split"))

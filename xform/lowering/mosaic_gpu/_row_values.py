@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import jax.numpy as jnp
@@ -19,7 +20,7 @@ from xform._compat import JaxprEqn, Literal, Var
 from xform.lowering._contract import wide_of
 from xform.lowering._region import Region, type_of
 from xform.lowering.mosaic_gpu._ops import OPS
-from xform.lowering.mosaic_gpu._row_geometry import Geometry, Place
+from xform.lowering.mosaic_gpu._row_geometry import Geometry, Place, reduces
 from xform.lowering.mosaic_gpu._row_memory import Hardware, Spot, Twin
 
 type Memory = Hardware | Twin
@@ -32,19 +33,34 @@ class Part:
     Attributes:
       length: how many there are.
       tile: them, of all rows of a tile; a number where all are the same; or where to load them.
+      again: computes some of them anew, given the first and their number, where other threads
+        need them.
     """
 
     length: int
     tile: Any
+    again: Callable[[int, int], Part] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
 class Loadable:
-    """Elements of an operand."""
+    """Elements of an operand.
+
+    Attributes:
+      ref: the operand.
+      place: where it lies.
+      start: the first of these elements of a row.
+      truth: whether they stand for what is true, as any number but 0.
+    """
 
     ref: Any
     place: Place
     start: int = 0
+    truth: bool = False
+
+    def meant(self, x):
+        """What is loaded as what it stands for."""
+        return x != jnp.zeros((), x.dtype) if self.truth else x
 
 
 type Value = tuple[Part, ...] | Any
@@ -68,8 +84,13 @@ class Tile:
 
     def operand(self, v: Var, ref, place: Place) -> None:
         """Tells where an operand lies."""
-        source = Loadable(ref, place)
+        source = Loadable(ref, place, truth=type_of(v).dtype == jnp.bool_)
         self.known[v] = (Part(place.inner, source),) if place.inner is not None else source
+
+    def loaded(self, v: Var, x) -> None:
+        """Tells of an operand's elements that are in registers already."""
+        (row,) = self.known[v]
+        self.known[v] = (Part(row.length, x, lambda start, n: self.cut((row,), start, n)[0]),)
 
     def read(self, atom) -> Value:
         """A value; a literal is a number."""
@@ -83,12 +104,13 @@ class Tile:
     def _number(self, source: Loadable):
         """A number of each row, or one of all."""
         if self.geometry.together == 1 or not any(source.place.strides):
-            return source.ref[self._offset(source.place) + source.start]
+            return source.meant(source.ref[self._offset(source.place) + source.start])
         spot = Spot(source.place, source.start, self.geometry.length)
-        return self.memory.load(source.ref, spot, self.first, self.begin)
+        return source.meant(self.memory.load(source.ref, spot, self.first, self.begin))
 
     def write_number(self, ref, place: Place, value) -> None:
         """Writes a number of each row."""
+        value = stored(value)
         if self.geometry.together == 1 or not any(place.strides):
             ref[self._offset(place)] = value
         else:
@@ -98,9 +120,9 @@ class Tile:
 
     def _offset(self, place: Place):
         """Where in memory the number of a row is."""
-        return sum((self._index(i) * n for i, n in enumerate(place.strides) if n), jnp.int32(0))
+        return sum((self.index(i) * n for i, n in enumerate(place.strides) if n), jnp.int32(0))
 
-    def _index(self, i: int):
+    def index(self, i: int):
         """Where along a line of rows the row is."""
         sizes = self.geometry.sizes
         after = math.prod(sizes[i + 1 :])
@@ -120,7 +142,7 @@ class Tile:
         """The elements of a part, in registers."""
         if isinstance(part.tile, Loadable):
             spot = Spot(part.tile.place, part.tile.start, part.length)
-            return self.memory.load(part.tile.ref, spot, self.first, self.begin)
+            return part.tile.meant(self.memory.load(part.tile.ref, spot, self.first, self.begin))
         if jnp.ndim(part.tile) == 0:
             return jnp.broadcast_to(part.tile, (self.geometry.held(part.length),))
         return part.tile
@@ -128,7 +150,7 @@ class Tile:
     def inside(self, part: Part):
         """Which elements of a part's tile are of the row; None if all are."""
         held = self.geometry.held(part.length)
-        if part.length % held == 0:
+        if self.geometry.is_full(part.length):
             return None
         return self.begin + self.memory.iota(held) < part.length
 
@@ -158,8 +180,15 @@ class Tile:
                 raise NotImplementedError(
                     "`fuse` by its GPU kernel: numbers of short rows meet parts of these rows."
                 )
-            found.append(Part(n, f(*tiles)))
+            parts = [x[i] if isinstance(x, tuple) else x for x in split]
+            found.append(Part(n, f(*tiles), partial(self._again, f, parts)))
         return tuple(found)
+
+    def _again(self, f: Callable, args: Sequence, start: int, length: int) -> Part:
+        """Some elements of what a function makes of parts of rows and of numbers."""
+        cut = [self.cut((x,), start, length) if isinstance(x, Part) else x for x in args]
+        (found,) = self.over_parts(f, cut)
+        return found
 
     def _split(self, row: tuple[Part, ...], lengths: list[int]) -> tuple[Part, ...]:
         """A row in parts of these lengths."""
@@ -184,12 +213,20 @@ class Tile:
                     return (Part(length, moved),)
                 if jnp.ndim(part.tile) == 0:
                     return (Part(length, part.tile),)
+                if part.again is not None:
+                    return (part.again(start, length),)
                 break
             start -= part.length
         raise NotImplementedError(
-            f"`fuse` by its GPU kernel: {length} elements of a computed row, which lie in other "
-            "threads than their readers. Cut what the function is given, not what it computes."
+            f"`fuse` has no GPU kernel for {length} elements across parts of a joined row. Cut "
+            "what is joined, or leave the cut outside of `fuse` there."
         )
+
+
+def stored(x):
+    """A value in a dtype that memory has: what is true is 1."""
+    one, zero = jnp.ones((), jnp.int32), jnp.zeros((), jnp.int32)
+    return jnp.where(x, one, zero) if x.dtype == jnp.bool_ else x
 
 
 def _elementwise(tile: Tile, eqn: JaxprEqn, *args) -> Value:
@@ -217,7 +254,7 @@ def _reduction(name: str) -> Callable:
 
     def reduce(tile: Tile, eqn: JaxprEqn, x) -> Value:
         x = tile.row(eqn.invars[0], x)
-        if not isinstance(x, tuple):
+        if not isinstance(x, tuple) or not reduces(tile.region, eqn):
             return x
         dtype = type_of(eqn.outvars[0]).dtype
         parts = [reduced(name, partial_of(name, tile, part)) for part in x]
@@ -259,25 +296,34 @@ def reduced(name: str, x):
 
 
 def _iota(tile: Tile, eqn: JaxprEqn) -> Value:
+    """Positions along a line: of the row, or of elements in it."""
     (out,), geometry = eqn.outvars, tile.geometry
-    line = tile.region.lines_of(out)[eqn.params["dimension"]]
+    line, dtype = tile.region.lines_of(out)[eqn.params["dimension"]], type_of(out).dtype
     if line is None:
-        return jnp.zeros((), type_of(out).dtype)
-    divisor, of_row = geometry.divisors[line]
-    n = jnp.int32(tile.region.sizes[line])
-    place = lambda x: lax.rem(lax.div(x, jnp.full_like(x, divisor)), jnp.full_like(x, n))
-    number = tile.memory.iota
-    if of_row and geometry.together == 1:
-        return place(tile.first).astype(type_of(out).dtype)
-    held = geometry.held(geometry.length)
+        return jnp.zeros((), dtype)
+    n = tile.region.sizes[line]
+    place = lambda x, after: lax.rem(
+        lax.div(x, jnp.full_like(x, after)), jnp.full_like(x, n)
+    ).astype(dtype)
+    if line not in geometry.rows_of:
+        own = [k for k in geometry.inner if k in tile.region.lines_of(out)]
+        after = math.prod(tile.region.sizes[k] for k in own[own.index(line) + 1 :])
+        return (_elements(tile, geometry.width(tile.region, out), lambda x: place(x, after)),)
     if geometry.together == 1:
-        at = place(tile.begin + number(held))
-    elif not of_row:
-        at = place(lax.rem(number(held), jnp.full((held,), geometry.length, jnp.int32)))
-    else:
-        each = lax.div(number(held), jnp.full((held,), geometry.length, jnp.int32))
-        at = place(tile.first + each)
-    return (Part(geometry.length, at.astype(type_of(out).dtype)),)
+        return place(tile.first, geometry.rows_of[line])
+    held = geometry.held(geometry.length)
+    each = lax.div(tile.memory.iota(held), jnp.full((held,), geometry.length, jnp.int32))
+    return (Part(geometry.length, place(tile.first + each, geometry.rows_of[line])),)
+
+
+def _elements(tile: Tile, length: int, f: Callable, start: int = 0) -> Part:
+    """What a function makes of the numbers of a row's elements, from one on."""
+    held = tile.geometry.held(length)
+    at = tile.memory.iota(held)
+    if tile.geometry.together > 1:
+        at = lax.rem(at, jnp.full((held,), length, jnp.int32))
+    again = lambda first, n: _elements(tile, n, f, start + first)
+    return Part(length, f(tile.begin + start + at), again)
 
 
 def _slice(tile: Tile, eqn: JaxprEqn, x) -> Value:

@@ -4,7 +4,8 @@ A row that fits stays in registers from its loads to its stores, with one reduct
 warps for each sum or maximum. A longer one is walked in parts, once for each sum or maximum that
 others wait for, and once more for its results: each time it is made again of its operands, by the
 same operations. What is summed over rows stays in registers of as many blocks as the device holds,
-each of which leaves its part: one reduction finishes them.
+each of which loads its next row while it works on one, and leaves its part: one reduction finishes
+them. Sums of long rows, and of joined ones, are each block's own in memory.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import jax
@@ -25,15 +26,16 @@ from xform.lowering._contract import wide_of
 from xform.lowering._region import Region, type_of
 from xform.lowering._row_end import WHOLE, Split, finished
 from xform.lowering.mosaic_gpu import _plgpu as plgpu
-from xform.lowering.mosaic_gpu._row_geometry import Geometry, Place, geometry_of, misfits
+from xform.lowering.mosaic_gpu._row_geometry import CUTS, Geometry, Place, geometry_of, misfits
 from xform.lowering.mosaic_gpu._row_memory import Hardware, Spot, Twin
-from xform.lowering.mosaic_gpu._row_passes import passes, without
+from xform.lowering.mosaic_gpu._row_passes import joined, passes, without
 from xform.lowering.mosaic_gpu._row_values import (
     COMBINE,
     Tile,
     neutral,
     partial_of,
     reduced,
+    stored,
     unknown,
 )
 from xform.lowering.row_blocks import Blocks, of_nothing
@@ -60,11 +62,42 @@ def run(region: Region, *args, split: Split = WHOLE, interpret=None) -> list:
         return finished(region, *of_nothing(Blocks(region, {}), args), args, split)
     kernel = _Kernel(region, interpret)
     made, parts = kernel(args)
-    results = [x.reshape(region.shape(v)) for x, v in zip(made, region.results, strict=True)]
-    # Of one array, so that XLA makes one reduction of them.
-    cuts = zip(kernel.sum_starts, kernel.sum_shapes, strict=True)
-    sums = [parts[:, a : a + math.prod(s)].sum(0).reshape(s) for a, s in cuts]
-    return finished(region, results, sums, args, split)
+    sums = [kernel.total(i, parts) for i in range(len(region.sums))]
+    return finished(region, made, sums, args, split)
+
+
+def _as_it_lies(x, place: Place):
+    """An operand in the order and dtype that kernels read, which takes a copy of another."""
+    x = x.astype(_in_memory(x.dtype))
+    return x if place.order is None else x.transpose(place.order)
+
+
+def _in_memory(dtype):
+    """The dtype of an operand or result in memory: kernels have no bytes of truth values."""
+    return jnp.dtype(jnp.int32) if dtype == jnp.bool_ else dtype
+
+
+def _as_it_was(x, shape: Sequence[int], place: Place):
+    """A result in the order of its dims."""
+    if place.order is None:
+        return x.reshape(shape)
+    back = [place.order.index(d) for d in range(len(shape))]
+    return x.reshape([shape[d] for d in place.order]).transpose(back)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Totals:
+    """Sums of long or joined rows, which a block has in memory.
+
+    Attributes:
+      ref: the parts of all blocks.
+      block: which one this is.
+      first: whether it has added nothing yet.
+    """
+
+    ref: Any
+    block: Any
+    first: Any
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -92,37 +125,64 @@ class _Kernel:
         return Twin(self.geometry) if self.interpret else Hardware(self.geometry)
 
     @property
+    def turns(self) -> int:
+        """How many blocks share the rows of a group."""
+        geometry = self.geometry
+        each = geometry.tiles // geometry.groups
+        return min(each, -(-_BLOCKS // geometry.groups)) if self.region.sums else each
+
+    @property
     def blocks(self) -> int:
         """How many blocks there are."""
-        tiles = self.geometry.tiles
-        return min(tiles, _BLOCKS) if self.region.sums else tiles
+        return self.geometry.groups * self.turns
 
     @cached_property
-    def sum_shapes(self) -> list[tuple[int, ...]]:
-        """Of the sums over rows."""
-        sizes = self.region.sizes
-        each = (self.region.kept(i) for i in range(len(self.region.sums)))
-        return [tuple(1 if k is None else sizes[k] for k in lines) for lines in each]
+    def sum_lines(self) -> list[list[int]]:
+        """Of the sums over rows, the lines of a row that each keeps, as they lie in registers."""
+        kept = (self.region.kept(i) for i in range(len(self.region.sums)))
+        return [[k for k in self.geometry.inner if k in lines] for lines in kept]
+
+    @cached_property
+    def sum_sizes(self) -> list[int]:
+        """How many numbers of a row are each of the sums."""
+        return [math.prod(self.region.sizes[k] for k in lines) for lines in self.sum_lines]
 
     @cached_property
     def sum_starts(self) -> list[int]:
-        """Where each of the sums begins in what a block leaves of them."""
-        sizes = map(math.prod, self.sum_shapes)
-        return [0, *itertools.accumulate(sizes)][: len(self.sum_shapes)]
+        """Where each of the sums begins in what a block leaves of them; at the end, their size."""
+        unit = self.geometry.vector  # where a thread may store several at a time
+        return list(itertools.accumulate((-(-n // unit) * unit for n in self.sum_sizes), initial=0))
 
     @property
     def sum_size(self) -> int:
-        """How many numbers a block leaves of sums."""
-        return sum(map(math.prod, self.sum_shapes))
+        """How many numbers a block leaves, and what is between them."""
+        return self.sum_starts[-1]
+
+    def total(self, i: int, parts):
+        """The i-th sum, of what all blocks have left: `[groups, turns, numbers]`."""
+        geometry, region = self.geometry, self.region
+        start, kept = self.sum_starts[i], region.kept(i)
+        own = parts[..., start : start + self.sum_sizes[i]]
+        lines = [*geometry.group_lines, None, *self.sum_lines[i]]
+        own = own.reshape([self.turns if k is None else region.sizes[k] for k in lines])
+        own = own.sum([d for d, k in enumerate(lines) if k is None or k not in kept])
+        left = [k for k in lines if k is not None and k in kept]
+        own = own.transpose([left.index(k) for k in kept if k is not None])
+        return own.reshape([1 if k is None else region.sizes[k] for k in kept])
 
     def __call__(self, args: Sequence) -> tuple[list, Any]:
-        """The results of rows, flat, and of the sums what each block leaves, `[blocks, ...]`."""
-        shapes = [(math.prod(self.region.shape(v)), v.aval.dtype) for v in self.region.results]
+        """The results of rows; and what blocks leave of sums, `[groups, turns, numbers]`."""
+        places = self.laid_out[1]
+        ends = zip(self.region.body.invars, args, strict=True)
+        given = [_as_it_lies(x, places[v]).reshape(-1) for v, x in ends]
+        sizes = [
+            (math.prod(self.region.shape(v)), _in_memory(v.aval.dtype)) for v in self.region.results
+        ]
         if self.region.sums:
-            shapes.append((self.blocks * self.sum_size, jnp.dtype(jnp.float32)))
+            sizes.append((self.blocks * self.sum_size, jnp.dtype(jnp.float32)))
         run = plgpu.kernel(
             self._body,
-            out_type=tuple(jax.ShapeDtypeStruct((n,), dtype) for n, dtype in shapes),
+            out_type=tuple(jax.ShapeDtypeStruct((n,), dtype) for n, dtype in sizes),
             grid=(self.blocks,), grid_names=("block",), kernel_name="fused",
             compiler_params=plgpu.CompilerParams(
                 # Nothing is in shared memory but what reductions leave there between barriers.
@@ -131,8 +191,15 @@ class _Kernel:
             ),
             **({"interpret": self.interpret} if self.interpret else {}),
         )  # fmt: skip
-        made = list(run(*(x.reshape(-1) for x in args)))
-        return made, made.pop().reshape(self.blocks, -1) if self.region.sums else None
+        made = list(run(*given))
+        parts = made.pop() if self.region.sums else None
+        if parts is not None:
+            parts = parts.reshape(self.geometry.groups, self.turns, -1)
+        results = [
+            _as_it_was(x, self.region.shape(v), places[v]).astype(v.aval.dtype)
+            for x, v in zip(made, self.region.results, strict=True)
+        ]
+        return results, parts
 
     def _body(self, *refs):
         """What a block does."""
@@ -140,37 +207,75 @@ class _Kernel:
         ins, outs, sums = refs[:n], refs[n : n + m], refs[n + m :]
         block = lax.axis_index("block")
         if not self.region.sums:
-            self._row(ins, outs, block)
+            self._row(ins, outs, block, None, [])
             return
-        turns = lax.div(jnp.int32(self.geometry.tiles - 1) - block, jnp.int32(self.blocks)) + 1
-        step = lambda i, so_far: [
-            lax.add(a, b)
-            for a, b in zip(so_far, self._row(ins, outs, block + i * self.blocks), strict=True)
-        ]
-        totals = lax.fori_loop(jnp.int32(0), turns, step, self._nothing())
-        for start, shape, total in zip(self.sum_starts, self.sum_shapes, totals, strict=True):
-            self._leave(sums[0], start, math.prod(shape), block, total)
+        each, turns = self.geometry.tiles // self.geometry.groups, jnp.int32(self.turns)
+        group, first = lax.div(block, turns), lax.rem(block, turns)
+        count = lax.div(jnp.int32(each - 1) - first, turns) + 1
+        number = lambda i: group * each + first + i * turns
+
+        def step(i, carry):
+            so_far, loaded = carry
+            totals = _Totals(sums[0], block, i == 0)
+            # Before what this row waits for: a thread is never without a load on its way.
+            following = self._ahead(ins, number(jnp.minimum(i + 1, count - 1)))
+            return self._row(ins, outs, number(i), totals, so_far, loaded), following
+
+        start = self._nothing(), self._ahead(ins, number(jnp.int32(0)))
+        totals, _ = lax.fori_loop(jnp.int32(0), count, step, start)
+        for i, total in zip(self._in_registers, totals, strict=True):
+            self._leave(sums[0], i, block, total)
+
+    @cached_property
+    def _loaded_ahead(self) -> list[Var]:
+        """The operands of which a block loads its next row while it works on one."""
+        if self.geometry.chunks > 1:
+            return []
+        cut = {v for e in self.region.body.eqns if e.primitive.name in CUTS for v in e.invars}
+        places = self.laid_out[1]
+        rows = (v for v in self.region.body.invars if places[v].inner and any(places[v].strides))
+        return [v for v in rows if v not in cut]
+
+    def _ahead(self, ins: Sequence, number) -> list:
+        """The elements of a row of these operands."""
+        tile = self._tile(ins, number, jnp.int32(0), {})
+        return [tile.tile(tile.known[v][0]) for v in self._loaded_ahead]
 
     def _nothing(self) -> list:
         """Sums of no rows."""
-        sizes = [math.prod(shape) for shape in self.sum_shapes]
-        dtypes = [wide_of(v.aval.dtype) for v in self.region.summed]
+        sums = [(self.sum_sizes[i], self.region.summed[i].aval.dtype) for i in self._in_registers]
         return [
-            jnp.zeros((), t)
+            jnp.zeros((), wide_of(t))
             if n == 1
-            else self.memory.tile(jnp.zeros((), t), self.geometry.held(n))
-            for n, t in zip(sizes, dtypes, strict=True)
+            else self.memory.tile(jnp.zeros((), wide_of(t)), self.geometry.held(n))
+            for n, t in sums
         ]
 
-    def _leave(self, ref, start: int, size: int, block, total) -> None:
-        """Writes a block's part of a sum."""
-        if size == 1:
-            ref[block * self.sum_size + start] = total
-            return
+    @cached_property
+    def _in_registers(self) -> list[int]:
+        """The sums that a block holds until it ends; of long and of joined rows, numbers alone."""
+        sums = zip(self.sum_sizes, self.region.summed, strict=True)
+        long, joins = self.geometry.chunks > 1, joined(self.region)
+        return [i for i, (n, v) in enumerate(sums) if n == 1 or not (long or v in joins)]
+
+    def _spot(self, i: int, start: int, length: int) -> Spot:
+        """Where some of a block's part of a sum are."""
+        place = Place((self.sum_size,), self.sum_sizes[i])
+        return Spot(place, self.sum_starts[i] + start, length)
+
+    @cached_property
+    def _parts(self) -> Hardware | Twin:
+        """How blocks write their parts of sums."""
         blocks = dataclasses.replace(self.geometry, sizes=(self.blocks,))
-        spot = Spot(Place((self.sum_size,), size), start, size)
-        memory = dataclasses.replace(self.memory, geometry=blocks)
-        memory.store(ref, spot, block, jnp.int32(0), total)
+        return dataclasses.replace(self.memory, geometry=blocks)
+
+    def _leave(self, ref, i: int, block, total) -> None:
+        """Writes a block's part of a sum."""
+        if self.sum_sizes[i] == 1:
+            ref[block * self.sum_size + self.sum_starts[i]] = total
+            return
+        spot = self._spot(i, 0, self.sum_sizes[i])
+        self._parts.store(ref, spot, block, jnp.int32(0), total)
 
     def _tile(self, ins: Sequence, number, begin, numbers: Mapping[Var, Any]) -> Tile:
         """A tile, or a part of a row, with what is known of it."""
@@ -181,53 +286,129 @@ class _Kernel:
         tile.known.update(numbers)
         return tile
 
-    def _row(self, ins: Sequence, outs: Sequence, number) -> list:
-        """Writes what a tile results in, and returns its part of the sums."""
-        if self.geometry.chunks == 1:
-            tile = self._tile(ins, number, jnp.int32(0), {})
-            for eqn in self.region.body.eqns:
-                tile.run(eqn)
-            self._write(tile, outs)
-            return [self._part_of_sum(tile, i) for i in range(len(self.region.sums))]
-        numbers = self._numbers(ins, number)
-        eqns = without(self.region.body.eqns, numbers, self.region.results)
+    def _row(
+        self,
+        ins: Sequence,
+        outs: Sequence,
+        number,
+        totals: _Totals | None,
+        so_far: Sequence,
+        loaded: Sequence = (),
+    ) -> list:
+        """Writes what a tile results in; returns the sums in registers, with its part of them."""
+        if self.geometry.chunks > 1:
+            return self._long_row(ins, outs, number, totals, so_far)
+        tile = self._tile(ins, number, jnp.int32(0), {})
+        for v, x in zip(self._loaded_ahead, loaded, strict=False):
+            tile.loaded(v, x)
+        for eqn in self.region.body.eqns:
+            tile.run(eqn)
+        self._write(tile, outs)
+        self._add(totals, tile)
+        parts = [self._part_of_sum(tile, i) for i in self._in_registers]
+        return [lax.add(x, part) for x, part in zip(so_far, parts, strict=True)]
 
-        @plgpu.loop(0, self.geometry.chunks)
-        def _(i):
-            tile = self._tile(ins, number, i * self.geometry.chunk, numbers)
+    def _long_row(
+        self, ins: Sequence, outs: Sequence, number, totals: _Totals | None, so_far: Sequence
+    ) -> list:
+        """The same of a row in several parts."""
+        numbers = self._numbers(ins, number)
+        eqns = without(self.region.body.eqns, numbers, self.region.body.outvars)
+        # Sums of all elements of a row wait for its last part, as sums along a row do.
+        spread = [i for i in self._in_registers if self._is_spread(i)]
+
+        def step(c, found):
+            tile = self._tile(ins, number, c * self.geometry.chunk, numbers)
             for eqn in eqns:
                 tile.run(eqn)
             self._write(tile, outs)
+            self._add(totals, tile)
+            return [lax.add(x, self._elements(tile, i)) for i, x in zip(spread, found, strict=True)]
 
+        zero = lambda i: self._start(self.region.summed[i], "reduce_sum")
+        chunks = jnp.int32(self.geometry.chunks)
+        found = lax.fori_loop(jnp.int32(0), chunks, step, [zero(i) for i in spread])
         tile = self._tile(ins, number, jnp.int32(0), numbers)
-        for eqn in without(self.region.body.eqns, numbers, self.region.summed):
+        alone = [self.region.summed[i] for i in self._in_registers if i not in spread]
+        for eqn in without(self.region.body.eqns, numbers, alone):
             tile.run(eqn)
-        return [self._part_of_sum(tile, i) for i in range(len(self.region.sums))]
+        ends = {i: reduced("reduce_sum", x) for i, x in zip(spread, found, strict=True)}
+        parts = [
+            self._counted(i, tile, ends[i]) if i in ends else self._part_of_sum(tile, i)
+            for i in self._in_registers
+        ]
+        return [lax.add(x, part) for x, part in zip(so_far, parts, strict=True)]
+
+    def _is_spread(self, i: int) -> bool:
+        """Whether what is summed has elements in a row."""
+        return self.geometry.width(self.region, self.region.summed[i]) > 1
+
+    def _elements(self, tile: Tile, i: int):
+        """What a part of a row brings to a sum of all its elements."""
+        v = self.region.summed[i]
+        (part,) = tile.row(v, tile.read(v))
+        return partial_of("reduce_sum", tile, part)
+
+    def _add(self, totals: _Totals | None, tile: Tile) -> None:
+        """Adds a tile to what its block has of the sums that are in memory."""
+        for i, v in enumerate(self.region.summed):
+            if totals is None or i in self._in_registers:
+                continue
+            start = 0
+            for part in tile.row(v, tile.read(v)):
+                spot = self._spot(i, start, part.length)
+                more = self._counted(i, tile, tile.tile(part).astype(jnp.float32))
+                before = self._parts.load(totals.ref, spot, totals.block, tile.begin)
+                # What nothing has written is no number yet.
+                total = jnp.where(totals.first, more, before + more)
+                self._parts.store(totals.ref, spot, totals.block, tile.begin, total)
+                start += part.length
+
+    def _counted(self, i: int, tile: Tile, x):
+        """A part of a sum, in the first of rows that have the same."""
+        for n in self._again(self.region.summed[i]):
+            x = jnp.where(tile.index(n) == 0, x, jnp.zeros((), x.dtype))
+        return x
 
     def _write(self, tile: Tile, outs: Sequence) -> None:
         for v, ref in zip(self.region.results, outs, strict=True):
-            place, start = self.laid_out[1][v], 0
-            value = tile.row(v, tile.read(v))
-            if not isinstance(value, tuple):
-                tile.write_number(ref, place, value)
-                continue
-            for part in value:
-                spot = Spot(place, start, part.length)
-                self.memory.store(ref, spot, tile.first, tile.begin, tile.tile(part))
-                start += part.length
+            place, value = self.laid_out[1][v], tile.row(v, tile.read(v))
+            write = partial(self._write_one, tile, ref, place, value)
+            again = self._again(v) if self.geometry.together == 1 else []
+            if again:
+                plgpu.when(sum(tile.index(n) for n in again) == 0)(write)
+            else:
+                write()
+
+    def _write_one(self, tile: Tile, ref, place: Place, value) -> None:
+        if not isinstance(value, tuple):
+            tile.write_number(ref, place, value)
+            return
+        start = 0
+        for part in value:
+            spot = Spot(place, start, part.length)
+            self.memory.store(ref, spot, tile.first, tile.begin, stored(tile.tile(part)))
+            start += part.length
+
+    def _again(self, v) -> list[int]:
+        """The lines of rows, by their number, that a value lacks: along these all rows have it."""
+        if self.geometry.flat:
+            return []
+        lines = self.region.lines_of(v)
+        return [n for n, k in enumerate(self.geometry.rows_of) if k not in lines]
 
     def _part_of_sum(self, tile: Tile, i: int):
         """The part of a sum over rows that is of a tile, which is one row."""
         v = self.region.summed[i]
+        wide = wide_of(v.aval.dtype)
         value = tile.row(v, tile.read(v))
         if not isinstance(value, tuple):
-            return value.astype(wide_of(value.dtype))
-        if self.sum_shapes[i] and math.prod(self.sum_shapes[i]) > 1:
-            first, *others = value
-            if others:
-                raise NotImplementedError("`fuse` has no GPU kernel for a sum of joined rows.")
-            return tile.tile(first).astype(wide_of(v.aval.dtype))
-        return sum(reduced("reduce_sum", partial_of("reduce_sum", tile, part)) for part in value)
+            return self._counted(i, tile, value.astype(wide))
+        if self.sum_sizes[i] > 1:
+            (whole,) = value
+            return self._counted(i, tile, tile.tile(whole).astype(wide))
+        found = sum(reduced("reduce_sum", partial_of("reduce_sum", tile, part)) for part in value)
+        return self._counted(i, tile, found)
 
     def _numbers(self, ins: Sequence, number) -> dict[Var, Any]:
         """The sums and maxima along a row of several parts, one pass for each that others need."""
@@ -245,12 +426,9 @@ class _Kernel:
                     for old, eqn in zip(so_far, eqns, strict=True)
                 ]
 
-            found = lax.fori_loop(
-                jnp.int32(0),
-                jnp.int32(self.geometry.chunks),
-                step,
-                [self._neutral(e) for e in eqns],
-            )
+            chunks = jnp.int32(self.geometry.chunks)
+            start = [self._start(e.invars[0], e.primitive.name) for e in eqns]
+            found = lax.fori_loop(jnp.int32(0), chunks, step, start)
             for eqn, x in zip(eqns, found, strict=True):
                 (out,) = eqn.outvars
                 numbers[out] = reduced(eqn.primitive.name, x).astype(type_of(out).dtype)
@@ -261,12 +439,10 @@ class _Kernel:
         (part,) = tile.row(eqn.invars[0], tile.read(eqn.invars[0]))
         return partial_of(eqn.primitive.name, tile, part)
 
-    def _neutral(self, eqn: JaxprEqn):
-        """What a sum or maximum begins with."""
-        name, dtype = eqn.primitive.name, type_of(eqn.invars[0]).dtype
-        dtype = (
-            wide_of(dtype)
-            if name == "reduce_sum" and jnp.issubdtype(dtype, jnp.floating)
-            else dtype
-        )
-        return self.memory.tile(neutral(name, dtype), self.geometry.held(self.geometry.length))
+    def _start(self, v, name: str):
+        """What a sum or maximum of a value begins with."""
+        dtype = type_of(v).dtype
+        if name == "reduce_sum" and jnp.issubdtype(dtype, jnp.floating):
+            dtype = wide_of(dtype)
+        held = self.geometry.held(self.geometry.width(self.region, v))
+        return self.memory.tile(neutral(name, dtype), held)
