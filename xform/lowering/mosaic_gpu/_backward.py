@@ -21,7 +21,7 @@ and none is known to differ), hence somebody always can go on; and as all of
 them walk in the same direction, each a little behind the one before, they rarely wait.
 
 Shapes: q, dO `[B,T,H,*]`, k, v `[B,S,K,*]`. D is a multiple of 32, V of 16, and `D + V` at most
-256: dK and dV are held in registers.
+256: one warpgroup holds dK and dV in registers (see `_backward_wide`).
 """
 
 from __future__ import annotations
@@ -54,14 +54,13 @@ _LOAD_REGISTERS = 24
 
 
 def backward(
-    call: Call, q, k, v, d_out, base, norm, delta, steps, operands, *,
-    sums: int, in_turns: bool, interpret=None,
+    body: Backward, q, k, v, d_out, base, norm, delta, steps, operands, *,
+    interpret=None,
 ):  # fmt: skip
     """Runs the kernel.
 
     Args:
-      call: what is static; its score program returns the score, its derivative by the score, and
-        those by `sums` numbers that belong to a key or to none.
+      body: of the kernel.
       q, k, v: as above, bfloat16 or float16.
       d_out: the cotangent of `sum_j p_ij v_j`, `[B,T,H,V]`, of the same dtype.
       base: what exponents of 2 are relative to, `[B,H,T]`, T rounded up to whole tiles.
@@ -71,46 +70,56 @@ def backward(
         `forward`, for the tiles of queries, of all heads of a group, that each block of keys walks
         along; and when it is a block's turn to add to each. Empty where all tiles are full.
       operands: those of `call.operands`.
-      sums: how many derivatives are summed over the queries.
-      in_turns: whether blocks add to dQ in turns.
       interpret: parameters of the interpreter.
 
     Returns:
       dQ without the scale, `[B,T,H,D]`, float32; dK, dV; `sums` arrays `[B,K,S]`, float32, S
       rounded up to whole blocks.
     """
+    call, sums = body.call, body.sums
     s, tiles = call.sizes, call.tiles
     blocks = s.cols(tiles)
     column = jax.ShapeDtypeStruct((s.batch, s.kv_heads, blocks * tiles.cols), jnp.float32)
     shares = call.mma.shares(blocks)
-    body = _Backward(call, sums, in_turns)
-    parts = (s.batch, s.heads, s.rows(tiles), tiles.warpgroups)
-    parcel = call.mma.parcel(tiles.q, body.half)
+    parts = (s.batch, s.heads, s.rows(tiles), s.qk_size // body.columns)
+    parcel = call.mma.parcel(tiles.q, body.columns)
     dq = jax.new_ref(jnp.zeros((*shares, *parts, *parcel), jnp.float32))
     tickets = jax.new_ref(jnp.zeros(parts[:3], jnp.int32))
-    together = not call.sparse if in_turns else call.cached(s.heads, s.q_len)
+    together = not call.sparse if body.in_turns else call.cached(s.heads, s.q_len)
     grid = call.grid(s.kv_heads, blocks, together=together)
     out = (*(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (k, v)), *[column] * sums)
-    run = launch(body.entry, "flex_attention_backward", tiles.warpgroups, out, grid, interpret)
+    run = launch(body.entry, "flex_attention_backward", body.computing, out, grid, interpret)
     arrays = (q, k, v, d_out, base, norm, delta, *steps, *operands)
     dk, dv, *columns = run(*arrays, dq, tickets)
     total = dq[...].sum(0) if shares else dq[...]
-    total = call.mma.unpacked(total, tiles.q, body.half)  # [B,H,R,2,q,D/2]
+    total = call.mma.unpacked(total, tiles.q, body.columns)  # [B,H,R,n,q,D/n]
     total = total.transpose(0, 2, 4, 1, 3, 5).reshape(s.batch, -1, *q.shape[2:])
     return total[:, : q.shape[1]], dk, dv, columns
 
 
 @dataclasses.dataclass(frozen=True)
-class _Backward:
-    """The body of the kernel; a method is what one warpgroup does."""
+class Backward:
+    """The body of the kernel; a method is what one warpgroup does.
+
+    Attributes:
+      call: what is static; its score program returns the score, its derivative by the score, and
+        those by `sums` numbers that belong to a key or to none.
+      sums: how many derivatives are summed over the queries.
+      in_turns: whether blocks add to dQ in turns.
+    """
 
     call: Call
     sums: int
     in_turns: bool
 
     @property
-    def half(self) -> int:
-        """Columns of dQ that one warpgroup makes."""
+    def computing(self) -> int:
+        """How many warpgroups there are beside the one that loads."""
+        return self.call.tiles.warpgroups
+
+    @property
+    def columns(self) -> int:
+        """Columns of dQ that one warpgroup makes at a time."""
         return self.call.sizes.qk_size // self.call.tiles.warpgroups
 
     @property
@@ -121,23 +130,23 @@ class _Backward:
     def entry(self, *refs):
         """Allocates shared memory and sends each warpgroup to its work."""
         call, s, t = self.call, self.call.sizes, self.call.tiles
-        n, groups, half, narrow = t.stages, t.warpgroups, self.half, call.narrow
+        n, groups, cols, narrow = t.stages, t.warpgroups, self.columns, call.narrow
         ring = functools.partial(plgpu.Barrier, num_barriers=n)
         accumulators = functools.partial(call.mma.accumulators, groups)
         of_queries = plgpu.SMEM((n, t.q), jnp.float32)
         scratch = {
             # Of K each half of the columns is a tile of its own, so that a warpgroup can pick one.
-            "k": tiled((groups, groups, t.kv, half), narrow),
+            "k": tiled((groups, groups, t.kv, cols), narrow),
             "v": tiled((groups, t.kv, s.v_size), narrow),
-            "q": tiled((n, t.q, s.qk_size), narrow, swizzle_of(half, narrow)),
+            "q": tiled((n, t.q, s.qk_size), narrow, swizzle_of(cols, narrow)),
             "do": tiled((n, t.q, s.v_size), narrow),
             "base": of_queries,
             "norm": of_queries,
             "delta": of_queries,
             "vectors": call.vector_buffers(n),
             # Two slots: whoever writes one knows that all have read it, two steps ago.
-            "ds": tiled((2, groups, t.kv, t.q), narrow, swizzle_of(half, narrow)),
-            "dq": plgpu.SMEM((groups, *call.mma.parcel(t.q, half)), jnp.float32),
+            "ds": tiled((2, groups, t.kv, t.q), narrow, swizzle_of(cols, narrow)),
+            "dq": plgpu.SMEM((groups, *call.mma.parcel(t.q, cols)), jnp.float32),
             "column": plgpu.SMEM((groups, t.kv), jnp.float32),
             "kv_full": plgpu.Barrier(num_arrivals=(groups + 1) * groups),
             "q_full": ring(num_arrivals=3 + call.copies),
@@ -151,7 +160,7 @@ class _Backward:
             "walked": plgpu.Barrier(num_arrivals=groups),
             "accumulators": {
                 "s": accumulators(t.kv, t.q), "dp": accumulators(t.kv, t.q),
-                "dq": accumulators(t.q, half),
+                "dq": accumulators(t.q, cols),
                 "dk": accumulators(t.kv, s.qk_size), "dv": accumulators(t.kv, s.v_size),
             },
         }  # fmt: skip
@@ -204,7 +213,7 @@ class _Backward:
         for part in range(t.warpgroups):
             keys = walk.batch, plgpu.ds(walk.row * t.cols + part * t.kv, t.kv), walk.head
             for n in range(t.warpgroups):
-                cols = plgpu.ds(n * self.half, self.half)
+                cols = plgpu.ds(n * self.columns, self.columns)
                 plgpu.copy_gmem_to_smem(k_ref.at[*keys, cols], smem["k"].at[n, part], full)
             plgpu.copy_gmem_to_smem(v_ref.at[*keys], smem["v"].at[part], full)
 
@@ -318,21 +327,20 @@ class _Backward:
     def _weights(self, i, partial, place: Place, held, warpgroup, dv_acc, smem: dict):
         """Makes dS' of a tile, and what it adds to the sums; issues dV, which may still run."""
         call, mma, shape = self.call, self.call.mma, self.call.shape
-        buffers, narrow = smem["accumulators"], self.call.narrow
+        buffers = smem["accumulators"]
         # A value that the compiler can't see through: it keeps the descriptors of the products
         # from being hoisted out of the loop, all of them into registers.
         w = lax.optimization_barrier(warpgroup)
         stages = int32(call.tiles.stages)
         slot, last = lax.rem(i, stages), lax.rem(i + stages - 1, stages)
         q_tile, do_tile = smem["q"].at[slot], smem["do"].at[slot]
-        over_queries = lambda x: lax.broadcast_in_dim(x, shape, [1])
 
         def scores(s_acc):
             def derivatives(dp_acc):
                 plgpu.barrier_wait(smem["q_full"].at[slot])
                 self._clean_shared(partial, warpgroup, q_tile, smem)
                 for n in range(call.tiles.warpgroups):
-                    part = q_tile.at[:, plgpu.ds(n * self.half, self.half)]
+                    part = q_tile.at[:, plgpu.ds(n * self.columns, self.columns)]
                     mma.qk(s_acc, smem["k"].at[n, w], part)
                 plgpu.barrier_wait(smem["do_full"].at[slot])
                 self._clean_shared(partial, warpgroup, do_tile, smem)
@@ -340,32 +348,54 @@ class _Backward:
                 s_tile = mma.read(s_acc, 1, q_tile)  # dP' still runs; dK of the last step is done
                 free = functools.partial(self._free_queries, last, 1, smem)
                 plgpu.when(i > 0)(free)
-                values = call.values(held, smem["vectors"], slot, warpgroup * call.tiles.kv)
-                t_tile, slope, *numbers = self._modified(s_tile, place, values)
-                per_query = lambda name: over_queries(mma.column(smem[name].at[slot]))
-                p = jnp.exp2(t_tile - per_query("base")) * per_query("norm")
-                # A row whose cotangent was not finite has such a delta, and tells by it.
-                hide = lambda p: jnp.where(
-                    call.visible(place, values), p + 0 * per_query("delta"), 0.0
-                )
-                p = self._where(partial, p, hide)
-                kept = None
-                if call.programs.dropout is not None:
-                    kept = call.run(call.programs.dropout, place, values)
-                mma.pv(dv_acc, (p if kept is None else p * kept).astype(narrow), do_tile)
-                if slope is not None and not numbers:
-                    p = p * slope
-                dp = mma.read(dp_acc, 1, smem["v"].at[w])  # dV still runs
-                dp = dp if kept is None else dp * kept
-                ds = p * (dp + per_query("delta"))
-                # What a weight of 0 multiplies counts for nothing, NaN included.
-                seen = lambda x: self._where(partial, x, lambda x: jnp.where(p == 0.0, 0.0, x))
-                sums = [seen(ds * x).sum(axis=1) for x in numbers]
-                return seen(ds * slope if numbers else ds).astype(narrow), sums
+                read = lambda: mma.read(dp_acc, 1, smem["v"].at[w])  # dV still runs
+                own = held, warpgroup * call.tiles.kv
+                return self._weigh(s_tile, read, slot, partial, place, own, dv_acc, smem)
 
             return mma.scoped(derivatives, buffers["dp"], warpgroup, shape)
 
         return mma.scoped(scores, buffers["s"], warpgroup, shape)
+
+    def _weigh(
+        self, s_tile, read, slot, partial, place: Place, own, dv_acc, smem: dict, *, ready=None
+    ):
+        """Makes dS' of a tile, and what it adds to the sums; issues dV.
+
+        Args:
+          s_tile: S'.
+          read: returns dP'.
+          slot: where the queries are.
+          partial, place: of the tile.
+          own: of the operands what stays, and where in the block the warpgroup's keys begin.
+          dv_acc: the accumulator of dV.
+          smem: shared memory.
+          ready: waits until dO may be read.
+        """
+        call, mma = self.call, self.call.mma
+        per_query = lambda name: lax.broadcast_in_dim(
+            mma.column(smem[name].at[slot]), call.shape, [1]
+        )
+        values = call.values(own[0], smem["vectors"], slot, own[1])
+        t_tile, slope, *numbers = self._modified(s_tile, place, values)
+        p = jnp.exp2(t_tile - per_query("base")) * per_query("norm")
+        # A row whose cotangent was not finite has such a delta, and tells by it.
+        hide = lambda p: jnp.where(call.visible(place, values), p + 0 * per_query("delta"), 0.0)
+        p = self._where(partial, p, hide)
+        kept = None
+        if call.programs.dropout is not None:
+            kept = call.run(call.programs.dropout, place, values)
+        if ready is not None:
+            ready()
+        mma.pv(dv_acc, (p if kept is None else p * kept).astype(call.narrow), smem["do"].at[slot])
+        if slope is not None and not numbers:
+            p = p * slope
+        dp = read()
+        dp = dp if kept is None else dp * kept
+        ds = p * (dp + per_query("delta"))
+        # What a weight of 0 multiplies counts for nothing, NaN included.
+        seen = lambda x: self._where(partial, x, lambda x: jnp.where(p == 0.0, 0.0, x))
+        sums = [seen(ds * x).sum(axis=1) for x in numbers]
+        return seen(ds * slope if numbers else ds).astype(call.narrow), sums
 
     def _clean(self, tile):
         """Puts 0 where a tile is not finite.
@@ -423,7 +453,7 @@ class _Backward:
             plgpu.barrier_arrive(smem["do_free"].at[slot])
             return mma.read(dq_acc, 1, smem["ds"].at[ds_slot])  # dK still runs
 
-        dq = mma.scoped(queries, smem["accumulators"]["dq"], warpgroup, (t.q, self.half))
+        dq = mma.scoped(queries, smem["accumulators"]["dq"], warpgroup, (t.q, self.columns))
         plgpu.when(i > 0)(lambda: plgpu.barrier_wait(smem["dq_free"]))
         mma.pack(smem["dq"].at[lax.optimization_barrier(warpgroup)], dq)
         plgpu.commit_smem()
@@ -445,15 +475,18 @@ class _Backward:
         buffer = smem["v"].at[warpgroup]
         buffer[...] = dv.astype(call.narrow)
         for n in range(t.warpgroups):
-            part = dk[:, n * self.half : (n + 1) * self.half]
+            part = dk[:, n * self.columns : (n + 1) * self.columns]
             smem["k"].at[n, warpgroup][...] = part.astype(call.narrow)
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(buffer, dv_ref.at[walk.batch, keys, walk.head])
         for n in range(t.warpgroups):
-            cols = plgpu.ds(n * self.half, self.half)
+            cols = plgpu.ds(n * self.columns, self.columns)
             place = dk_ref.at[walk.batch, keys, walk.head, cols]
             plgpu.copy_smem_to_gmem(smem["k"].at[n, warpgroup], place)
-        buffer = smem["column"].at[warpgroup]
+        self._write_sums(walk, keys, sums, columns, smem["column"].at[warpgroup])
+
+    def _write_sums(self, walk: Walk, keys, sums, columns, buffer):
+        """Writes the sums over queries, and waits for all that is under way."""
         for column, ref in zip(sums, columns, strict=True):
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             buffer[...] = column

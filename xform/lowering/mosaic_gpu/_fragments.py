@@ -134,29 +134,64 @@ def store_by_thread(ref, tile) -> None:
         columns of one row and two of the row 8 below.
       tile: float32, in the layout of a product's result.
     """
-    f32, index = ir.F32Type.get(), ir.IndexType.get()
-    at = {
-        (r, c): tile.registers[place] for place, r, c in _places(tile.registers.shape, tile.shape)
-    }
+    for fours, place in _fours(tile.registers, tile.shape):
+        first, second = (tile.registers[n] for n in fours)
+        values = [_element(x, i) for x in (first, second) for i in (0, 1)]
+        four = ir.VectorType.get((4,), ir.F32Type.get())
+        vector.store(vector.from_elements(four, values), ref, place)
+
+
+def load_by_thread(ref, shape: tuple[int, int]):
+    """The tile that was stored so."""
+    f32 = ir.F32Type.get()
+    registers = np.empty(_LAYOUT.registers_shape(shape), dtype=object)
+    for fours, place in _fours(registers, shape):
+        four = vector.load(ir.VectorType.get((4,), f32), ref, place)
+        for n, i in zip(fours, (0, 2), strict=True):
+            pair = [_element(four, i), _element(four, i + 1)]
+            registers[n] = vector.from_elements(ir.VectorType.get((2,), f32), pair)
+    return plgpu.FragmentedArray(_registers=registers, _layout=_LAYOUT, _is_signed=None)
+
+
+def add_by_thread(ref, tile) -> None:
+    """Adds a tile of 64 rows to global memory, laid out as by `store_by_thread`."""
+    add = "red.relaxed.gpu.global.add.v4.f32 [$0], {$1, $2, $3, $4};"
+    i64 = ir.IntegerType.get_signless(64)
+    pointer = _address(ref)
+    first = arith.muli(arith.extui(i64, _thread()), arith.constant(i64, 16))
+    first = arith.addi(llvm.ptrtoint(i64, pointer), first)
+    for n, (fours, _) in enumerate(_fours(tile.registers, tile.shape)):
+        address = arith.addi(first, arith.constant(i64, 2048 * n))
+        values = [_element(tile.registers[x], i) for x in fours for i in (0, 1)]
+        _assembly([address, *values], add, "l,f,f,f,f,~{memory}")
+
+
+def _fours(registers, shape: tuple[int, int]):
+    """Of each 16 bytes of a thread: the two registers that they come from, and their place."""
+    at = {(r, c): place for place, r, c in _places(registers.shape, shape)}
+    index = ir.IndexType.get()
     constant = lambda n: arith.constant(index, n)
-    thread = arith.remui(arith.index_cast(index, plgpu.thread_idx()), constant(128))
+    thread = arith.index_cast(index, _thread())
     row = arith.divui(thread, constant(64))
     col = arith.muli(arith.remui(thread, constant(64)), constant(4))
-    four = ir.VectorType.get((4,), f32)
-    for n in range(tile.shape[1] // 8):
-        values = [
-            vector.extract(at[r, 8 * n], dynamic_position=[], static_position=[i])
-            for r in (0, 8)
-            for i in (0, 1)
-        ]
-        target = [arith.addi(row, constant(2 * n)), col]
-        vector.store(vector.from_elements(four, values), ref, target)
+    for n in range(shape[1] // 8):
+        yield (at[0, 8 * n], at[8, 8 * n]), [arith.addi(row, constant(2 * n)), col]
+
+
+def _thread():
+    """The number of a thread in its warpgroup."""
+    i32 = ir.IntegerType.get_signless(32)
+    return arith.remui(plgpu.thread_idx(), arith.constant(i32, 128))
+
+
+def _element(x, n: int):
+    return vector.extract(x, dynamic_position=[], static_position=[n])
 
 
 def await_count(ref, count):
     """Waits until the int32 `ref` in global memory, which others count up, is `count` or more.
 
-    What they have written by the copy engine before is then there for the copy engine.
+    What they have added before is then there, for threads and for the copy engine.
     """
     wait = """
     {
@@ -172,7 +207,7 @@ def await_count(ref, count):
 
 
 def count_up(ref):
-    """Adds one to the int32 `ref` in global memory, in one thread of the warpgroup."""
+    """Adds one to the int32 `ref` in global memory, after all that the warpgroup has added."""
     add = """
     {
     .reg .pred chosen;
@@ -183,6 +218,7 @@ def count_up(ref):
     fence.proxy.async;
     @chosen red.release.gpu.global.add.s32 [$0], 1;
     }"""
+    plgpu.warpgroup_barrier()
     _assembly([_address(ref)], add, "l,~{memory}")
 
 

@@ -22,12 +22,11 @@ from xform.lowering.mosaic_gpu._classes import COL, SCALAR
 from xform.lowering.mosaic_gpu._program import class_of_read, derivatives, load_one
 from xform.lowering.mosaic_gpu._tuning import Tiles, backward_tiles_of, vectors_of
 
-# Registers hold dK and dV.
-_MOST = 256
 # Columns that half a row of dQ has, at least: what one bulk copy takes.
 _COLUMNS = 32
-# Vectors that shared memory has room for beside all tiles.
-_VECTORS = 8
+# Vectors that shared memory has room for beside all tiles, by the warpgroups with scores: one is
+# all that wide heads leave, with less room.
+_VECTORS = {1: 4, 2: 8}
 _Q, _K, _V, _CAPTURES = 0, 3, 4, 5
 """Where these are among the operands of `Attend`."""
 
@@ -84,11 +83,9 @@ def gradient_misfits(fn: TileFn, operands: Sequence) -> list[str]:
         except NotImplementedError as e:
             wrong.append(f"in the derivative: {e}")
         else:
-            if vectors > _VECTORS:
-                wrong.append(f"{vectors} vectors that travel with the queries; {_VECTORS} fit")
-    sizes = _padded(q_shape[-1], _COLUMNS) + _padded(v_size, 16)
-    if sizes > _MOST:
-        wrong.append(f"head sizes of {q_shape[-1]} and {v_size}: registers hold {_MOST} together")
+            most = _VECTORS[backward_tiles_of(q_shape[-1], v_size).warpgroups]
+            if vectors > most:
+                wrong.append(f"{vectors} vectors that travel with the queries; {most} fit")
     for n in gradient.wanted:
         pair = class_of_read(gradient.reads[n]).pair
         if pair not in (SCALAR, COL):
@@ -170,7 +167,8 @@ def _gradient(
     origin, tiles: Tiles | None, interpret, mods_batch: int | None = None,
 ):  # fmt: skip
     """`tile_sum` without hidden dimensions; mods see `b % mods_batch`."""
-    from xform.lowering.mosaic_gpu._backward import backward
+    from xform.lowering.mosaic_gpu._backward import Backward, backward
+    from xform.lowering.mosaic_gpu._backward_wide import Wide
     from xform.lowering.mosaic_gpu._call import LOG2E, Call, Programs, Sizes
     from xform.lowering.mosaic_gpu._twins import Hardware, Twin
 
@@ -201,10 +199,12 @@ def _gradient(
         sizes, Programs(*mods.programs, spec.scale), tiles, q.dtype, q.dtype,
         bool(steps), Twin() if interpret else Hardware(),
     )  # fmt: skip
+    body = (Wide if tiles.warpgroups == 1 else Backward)(
+        call, len(gradient.wanted), in_turns=spec.deterministic
+    )
     dq, dk, dv, columns = backward(
-        call, q, k, v, d_out, *statistics, steps, operands,
-        sums=len(gradient.wanted), in_turns=spec.deterministic, interpret=interpret,
-    )  # fmt: skip
+        body, q, k, v, d_out, *statistics, steps, operands, interpret=interpret
+    )
     dq = (dq * spec.scale)[:, :q_len, :, :size]
     dk, dv = dk[:, :kv_len, :, :size], dv[:, :kv_len, :, :v_size]
     if dk.shape[2] > kv_heads:

@@ -30,6 +30,7 @@ ds, when, loop, run_scoped = pl.ds, pl.when, pl.loop, pl.run_scoped
 FragmentedArray, FragmentedLayout = mgpu.FragmentedArray, mgpu.WGMMA_LAYOUT
 StridedLayout = mgpu.WGStridedFragLayout
 memref_ptr, thread_idx = mgpu.utils.memref_ptr, mgpu.utils.thread_idx
+warpgroup_barrier = mgpu.utils.warpgroup_barrier
 
 
 def layout(tile: tuple[int, int], swizzle: int) -> tuple:

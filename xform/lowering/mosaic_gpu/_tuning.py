@@ -26,6 +26,8 @@ _SHARED, _UNIT = 227 * 1024, 1024
 # 32-bit registers of a thread, by the number of computing warpgroups, and what the tiles leave free
 # for all else: addresses, statistics, a mod's own values.
 REGISTERS, _SPARE = {2: 240, 3: 160}, 32
+# Columns of dK and dV that one warpgroup has registers for.
+_NARROW = 256
 
 
 @dataclasses.dataclass(frozen=True)
@@ -161,6 +163,9 @@ def _table() -> dict:
 
 
 def backward_tiles_of(qk_size: int, v_size: int) -> Tiles:
-    """The tiles of the backward kernel for heads of these sizes."""
-    del qk_size, v_size
-    return Tiles(q=64, kv=64, by_keys=True)
+    """The tiles of the backward kernel for heads of these sizes.
+
+    One warpgroup computes scores where dK and dV are too wide for the registers of one.
+    """
+    wide = -(-qk_size // 32) * 32 + v_size > _NARROW
+    return Tiles(warpgroups=1 if wide else 2, q=64, kv=64, by_keys=True)

@@ -16,10 +16,12 @@ from jax import lax
 
 from xform.lowering.mosaic_gpu import _plgpu as plgpu
 from xform.lowering.mosaic_gpu._fragments import (
+    add_by_thread,
     await_count,
     band_tile,
     count_up,
     index_tile,
+    load_by_thread,
     lookup_tile,
     store_by_thread,
 )
@@ -97,10 +99,31 @@ class Hardware:
         order = (*range(n), n + 1, n + 4, n + 2, n, n + 3, n + 5)
         return x.transpose(order).reshape(*lead, rows, cols)
 
+    def packed(self, buffer, shape):
+        """What was stored so, by the same threads."""
+
+        @_inline(shape, jnp.float32, plgpu.RefType())
+        def load(ctx, ref):
+            del ctx
+            return load_by_thread(ref, shape)
+
+        return load(buffer)
+
     def add_share(self, ref, block, place, tile):
         """Adds a tile of shared memory at `place`, in whatever order blocks come."""
         del block
         plgpu.copy_smem_to_gmem(tile, ref.at[*place], reduction_op="add")
+
+    def add_values(self, ref, block, place, tile):
+        """The same for a tile in registers, which takes no way through shared memory."""
+        del block
+
+        @_effect(plgpu.RefType(), plgpu.Layout.WGMMA)
+        def add(ctx, ref, tile):
+            del ctx
+            add_by_thread(ref, tile)
+
+        add(ref.at[*place], tile)
 
     def await_turn(self, ticket, turn):
         """Waits until a counter in memory has reached `turn`."""
@@ -113,7 +136,7 @@ class Hardware:
         wait(ticket, turn)
 
     def pass_turn(self, ticket):
-        """Adds one to a counter, once everything that this thread has waited for is in memory."""
+        """Adds one to a counter, once everything that this warpgroup has added is in memory."""
 
         @_effect(plgpu.RefType())
         def add(ctx, ref):
@@ -224,12 +247,19 @@ class Twin:
     def pack(self, buffer, tile):
         buffer[...] = tile
 
+    def packed(self, buffer, shape):
+        del shape
+        return buffer[...]
+
     def unpacked(self, parcels, rows: int, cols: int):
         del rows, cols
         return parcels
 
     def add_share(self, ref, block, place, tile):
         plgpu.copy_smem_to_gmem(tile, ref.at[block, *place])
+
+    def add_values(self, ref, block, place, tile):
+        ref.at[block, *place][...] = tile
 
     def await_turn(self, ticket, turn):
         del ticket, turn
