@@ -139,6 +139,12 @@ def test_zeros_and_tiny_numbers(name):
     np.testing.assert_allclose(got, tiny, rtol=0.26)
 
 
+@pytest.mark.parametrize(("shape", "dim"), [((), -1), ((2, 3), 5), ((2, 3), -3)])
+def test_a_dimension_that_there_is_not(shape, dim):
+    with pytest.raises(ValueError, match=f"`dim` is {dim}; `x` has {len(shape)} dimensions"):
+        quantise(jnp.ones(shape), "mxfp4", dim=dim)
+
+
 def test_a_format_that_there_is_not():
     with pytest.raises(ValueError, match=r"`format` is 'fp4'; there is 'e4m3'"):
         quantise(jnp.ones(3), "fp4")

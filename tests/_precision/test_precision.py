@@ -210,6 +210,29 @@ def test_each_dtype_of_a_policy():
     assert exact == loss(WS, X)
 
 
+@pytest.mark.parametrize("dtypes", [{"params": "bfloat16"}, {"accumulate": "bfloat16"}])
+def test_rounded_arguments_and_narrow_sums_meet_all_others(dtypes):
+    """Constants, casts, carried values, branches and layer norms have dtypes of their own."""
+
+    def f(w, x):
+        h = (x + jnp.ones((1, 16))) @ w
+        h = (h - h.mean(-1, keepdims=True)) * lax.rsqrt(h.var(-1, keepdims=True) + 1e-5)
+        h = jnp.where(x > 0, h, x) + h.astype(jnp.float16).astype(jnp.float32) + jnp.exp(h)
+        h, total = lax.scan(lambda c, _: (c * 0.5 + jnp.exp(c).sum(), c), h, None, length=2)
+        x = lax.cond(x.sum() > 0, lambda x: x, jnp.zeros_like, x)
+        return jnp.mean(jnp.clip(h, -1, x)) + total.sum()
+
+    out, grads = jax.eval_shape(jax.value_and_grad(precision(f, Policy(**dtypes))), WS[0], X)
+    assert out.dtype == grads.dtype == jnp.float32
+
+
+def test_complex_numbers_are_made_of_float32():
+    f = lambda w, x: jnp.sum(jnp.abs(lax.complex(x @ w, 2 * x)))
+    got = jax.value_and_grad(precision(f, "bf16"))(WS[0], X)
+    for a, b in zip(got, jax.value_and_grad(f)(WS[0], X), strict=True):
+        np.testing.assert_allclose(a, b, rtol=0.02, atol=0.02)
+
+
 @pytest.mark.parametrize("reduce", ["float32", "bfloat16"])
 def test_gradients_are_summed_over_devices_in_reduce(reduce):
     mesh = make_mesh(dp=4, tp=2)

@@ -168,6 +168,15 @@ def test_a_state_is_refused_where_it_means_nothing():
         Products("fp8", history=0)
 
 
+@pytest.mark.parametrize("shape", [(0, 32, 8), (4, 0, 8), (4, 32, 0)])
+def test_products_of_nothing(shape):
+    f = precision(lambda x, y: jnp.sum(x @ y), "fp8")
+    m, k, n = shape
+    loss, grads = jax.eval_shape(jax.value_and_grad(f, (0, 1)), random(m, k), random(k, n))
+    assert [g.shape for g in grads] == [(m, k), (k, n)]
+    assert loss.shape == ()
+
+
 @pytest.mark.parametrize("name", FORMATS)
 def test_what_is_not_finite_stays_so(name):
     f = precision(lambda x, y: x @ y, policy((name, None)))

@@ -162,6 +162,20 @@ def test_an_argument_that_comes_broken():
     assert len(found.origins) == 1  # the product passes it on
 
 
+def test_arrays_without_elements():
+    f = lambda a, b: (a @ b, jnp.log(a), jnp.sum(a / a), lax.sort(b))
+    assert not find_nonfinite(f)(jnp.zeros((3, 0)), jnp.zeros((0, 2)))
+
+
+def test_a_number_of_the_program_itself_where_nothing_is_born():
+    masked = lambda x: jnp.max(jnp.where(x > 9, x, -jnp.inf))
+    found = find_nonfinite(jax.jit(masked))(jnp.arange(4.0))
+    assert (found.first.kind, found.first.operation) == ("inf", "literal")
+    assert_in(found.first, masked)
+    born = find_nonfinite(lambda x: masked(x) + jnp.log(x[0]))(jnp.arange(4.0))
+    assert [origin.operation for origin in born.origins] == ["log"]
+
+
 def test_rows_of_a_product_are_told_apart():
     """An infinite row is old news; another row's overflow is born here."""
     x = jnp.array([[jnp.inf, 1.0], [3e38, 3e38]])

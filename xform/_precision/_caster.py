@@ -84,7 +84,7 @@ class Caster:
             # Of a narrower float: somebody asked for float32. Of an integer: a constant or a count.
             narrow = jnp.issubdtype(jnp.result_type(held[0].array), jnp.floating)
             return self.bind(eqn, held, WIDE if narrow else LEAF, params)
-        if kind in (NARROW, WIDE):
+        if kind in (NARROW, WIDE) or not _one_dtype(held):
             held = [self.cast(h, kind) for h in held]
         return self.bind(eqn, held, kind, params)
 
@@ -148,8 +148,12 @@ class Caster:
         ]
 
     def cast(self, held: Held, kind: str) -> Held:
-        """A value in the dtype of a kind; what the policy does not govern stays."""
-        if held.kind in (FIXED, kind) or kind == FIXED:
+        """A value in the dtype of a kind; what the policy does not govern stays.
+
+        Not every value of a kind has its dtype: arguments may be rounded to `params`, and a program
+        that asks for float32 gets it, until they meet others.
+        """
+        if held.kind == FIXED or kind == FIXED:
             return held
         return Held(jnp.asarray(held.array).astype(self.dtype(kind)), kind)
 
@@ -221,6 +225,11 @@ class Caster:
 def has_algorithm(params: Mapping[str, Any]) -> bool:
     """Whether a product says what it is computed in: that of float32 operands stays so."""
     return isinstance(params.get("precision"), lax.DotAlgorithm | lax.DotAlgorithmPreset)
+
+
+def _one_dtype(held: Sequence[Held]) -> bool:
+    """Whether all values that the policy governs are in one dtype."""
+    return len({jnp.result_type(h.array) for h in held if h.kind != FIXED}) < 2
 
 
 def _listed(eqn: JaxprEqn, out: Any) -> list:

@@ -16,7 +16,10 @@ REDUCE = frozenset({"psum", "psum_invariant", "reduce_scatter", "pvary", "pcast"
 
 # Computed in what the operands are in.
 LIKE_OPERANDS = (
-    (ELEMENTWISE | MOVES) - ACCUMULATES - REDUCE - {"scan", "while", "cond", "bitcast_convert_type"}
+    (ELEMENTWISE | MOVES)
+    - ACCUMULATES
+    - REDUCE
+    - {"scan", "while", "cond", "bitcast_convert_type", "complex"}
 ) | frozenset(
     {
         "eq", "ne", "lt", "le", "gt", "ge", "is_finite", "argmax", "argmin", "gather", "scatter",

@@ -172,7 +172,9 @@ def shard_map(caster: Caster, eqn: JaxprEqn, held: Sequence[Held], state: Sequen
 
 def hijax(caster: Caster, eqn: JaxprEqn, held: Sequence[Held], state: Sequence) -> list[Held]:
     del held, state
+    name = type(eqn.params["_prim"]).__name__
     raise NotImplementedError(
-        f"`precision` can't build the hijax primitive of {source_line(eqn)} again around a body "
-        "in other dtypes: switch off `jax_remat3`."
+        f"`precision` can't build the hijax primitive `{name}` of {source_line(eqn)} again around "
+        "a body in other dtypes. If it is a remat, switch off `jax_remat3`; keep any other outside "
+        "of the function that `precision` is given."
     )

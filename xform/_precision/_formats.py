@@ -98,7 +98,7 @@ def quantise(x: Float[Array, ...], format: str, *, dim: int = -1, scale: Any = N
       Elements and scales, to the bit as the format's definition has them, on every device.
 
     Raises:
-      ValueError: on a format that there is not.
+      ValueError: on a format that there is not, or a dimension that there is not.
 
     >>> import jax.numpy as jnp
     >>> from xform import quantise
@@ -111,6 +111,8 @@ def quantise(x: Float[Array, ...], format: str, *, dim: int = -1, scale: Any = N
     if not kind.block:
         scale = scale_of(jnp.max(jnp.abs(wide), initial=0.0), kind) if scale is None else scale
         return Quantised(encode(wide / scale, kind), None, jnp.float32(scale), 0, 0)
+    if not -x.ndim <= dim < x.ndim:
+        raise ValueError(f"`dim` is {dim}; `x` has {x.ndim} dimensions, and blocks lie along one")
     dim %= x.ndim
     blocks = _blocks(wide, dim, kind.block)
     size = jnp.max(jnp.abs(blocks), axis=dim + 1, keepdims=True)

@@ -214,5 +214,5 @@ def _multiply(a: Operand, b: Operand, dims: Dims, dtype: Any, out_sharding: Any 
 def _matrix(x: Any, summed: Sequence[int]) -> Any:
     """`[rows, K]`, of the dimensions that are summed over, in their order, as one."""
     free = [d for d in range(x.ndim) if d not in summed]
-    size = math.prod(x.shape[d] for d in summed)
-    return lax.transpose(x, [*free, *summed]).reshape(-1, size)
+    rows, size = (math.prod(x.shape[d] for d in dims) for dims in (free, summed))
+    return lax.transpose(x, [*free, *summed]).reshape(rows, size)

@@ -157,7 +157,7 @@ def _words(x: Any, here: Any) -> Any:
     pair = _bits(x)
     if x.ndim == 0:
         return jnp.stack(pair)
-    return jnp.stack([jnp.max(jnp.where(here, bits, np.uint32(0))) for bits in pair])
+    return jnp.stack([jnp.max(jnp.where(here, bits, np.uint32(0)), initial=0) for bits in pair])
 
 
 def _bits(x: Any) -> tuple[Any, Any]:

@@ -21,9 +21,9 @@ from xform.numerics._patterns import (
     ancestors,
     behind_choices,
     behind_factors,
+    behind_picks,
     bounds,
     carries,
-    literal,
     made_by,
     narrow,
     nodes,
@@ -187,7 +187,7 @@ def _single(value: Value) -> str:
 
 def _cancelled_variance(node: Node) -> Iterator[Finding]:
     mean_of_squares, square_of_mean = node.ins
-    mean = squared(square_of_mean)
+    mean = squared(behind_factors(square_of_mean))
     if mean is None:
         return
     of_squares, of_x = (made_by(behind_factors(v), "reduce_sum") for v in (mean_of_squares, mean))
@@ -204,10 +204,7 @@ def _cancelled_variance(node: Node) -> Iterator[Finding]:
 
 
 def _log_of_softmax(node: Node) -> Iterator[Finding]:
-    value = root(node.ins[0])
-    if value.node is not None and value.node.name == "add":  # of a small number, to be safe
-        value = next((root(v) for v in value.node.ins if literal(v) is None), value)
-    quotient = made_by(value, "div")
+    quotient = made_by(behind_picks(node.ins[0]), "div")
     if quotient is None:
         return
     above, below = map(root, quotient.ins)
@@ -286,8 +283,10 @@ def _narrow_collective(node: Node) -> Iterator[Finding]:
 
 
 def _integer_overflow(node: Node) -> Iterator[Finding]:
-    (x,), dtype = node.ins, node.outs[0].aval.dtype
-    if dtype != jnp.float16 or not jnp.issubdtype(x.aval.dtype, jnp.integer):
+    dtype = node.outs[0].aval.dtype
+    integers = (v for v in path(node.ins[0]) if jnp.issubdtype(v.aval.dtype, jnp.integer))
+    x = next(integers, None)
+    if dtype != jnp.float16 or x is None:
         return
     top = float(jnp.finfo(dtype).max)
     low, high = bounds(x)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import cmath
 import functools
 import inspect
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,7 +31,16 @@ from xform.numerics._events import (
     watched,
 )
 from xform.numerics._hints import hint_for
-from xform.numerics._run import Site, depth, held_by, owners, run, sites, upstream
+from xform.numerics._run import (
+    Site,
+    depth,
+    held_by,
+    owners,
+    run,
+    runs_regions,
+    sites,
+    upstream,
+)
 
 _SHOWN = 8  # how many places are printed; the report has all
 
@@ -61,7 +71,8 @@ class Origin:
 
     Attributes:
       kind: "nan" or "inf".
-      operation: the primitive, or "argument".
+      operation: the primitive, "argument", or "literal": a number of the program's own, which is
+        told where nothing was born.
       line: the user's line, or the argument's name.
       operands: what the equation read, four of them at most.
       type: of the result.
@@ -281,9 +292,10 @@ def _report(
         if inputs.bad[i]
     ]
     together = [*given, *origins]
+    reached = tuple(origin for value, origin in together if value in live)
     return NonFinite(
         tuple(name for name, b in zip(outputs, bad_outputs, strict=True) if b),
-        tuple(origin for value, origin in together if value in live),
+        reached or tuple(_written(region, live)),
         tuple(origin for value, origin in together if value not in live),
     )
 
@@ -330,6 +342,26 @@ def _operand(node: Node, v: Value, words: np.ndarray) -> Operand:
         return Operand(type_, value_of(words, v.aval.dtype))
     low, high = words.view(np.float32)
     return Operand(type_, None, float(low), float(high))
+
+
+def _written(region: Region, live: set[Value]) -> Iterator[Origin]:
+    """The numbers of the program's own text that are not finite and reached a result.
+
+    A mask's -inf is one, and mostly meant: they are told where nothing was born.
+    """
+    for node in region.nodes:
+        for body in node.regions.values() if runs_regions(node) else ():
+            yield from _written(body, live)
+        for v in node.ins:
+            if v.node is not None or v not in live or v.known is None or np.size(v.known) != 1:
+                continue
+            number = complex(np.asarray(v.known).reshape(()))
+            if not cmath.isfinite(number):
+                kind = "nan" if cmath.isnan(number) else "inf"
+                yield Origin(
+                    kind, "literal", node.line, (), v.aval.str_short(short_dtypes=True), (),
+                    hint=f"the program says {number.real:g} here, for `{node.name}`",
+                )  # fmt: skip
 
 
 def _argument(f: Callable, path: tuple) -> str:

@@ -95,6 +95,27 @@ def behind_factors(value: Value) -> Value:
             value = node.ins[node.outs.index(value)]
 
 
+_PICKS = frozenset({"gather", "slice", "dynamic_slice", "rev", "split"})
+_FLOORS = frozenset({"add", "max", "min"})
+
+
+def behind_picks(value: Value) -> Value:
+    """A value before some of its elements were picked, or kept off 0 by a number."""
+    while True:
+        value = root(value)
+        node = value.node
+        if node is None:
+            return value
+        if node.name in _PICKS:
+            value = node.ins[0]
+        elif node.name == "clamp":
+            value = node.ins[1]
+        elif node.name in _FLOORS and len(left := [v for v in node.ins if literal(v) is None]) == 1:
+            value = left[0]
+        else:
+            return value
+
+
 def squared(value: Value) -> Value | None:
     """x, of a value x²."""
     node = root(value).node
@@ -162,12 +183,18 @@ def _bounds_of_each(node: Node, start: int, low: Callable, high: Callable) -> tu
     return low(lows), high(highs)
 
 
+def _bounds_of_product(x: tuple[float, float], y: tuple[float, float]) -> tuple[float, float]:
+    ends = [a * b for a in x for b in y]
+    return min(ends), max(ends)
+
+
 _BOUNDS: dict[str, Callable[[Node], tuple[float, float]]] = {
     "iota": lambda n: (0, max(0, n.outs[0].aval.shape[n.eqn.params["dimension"]] - 1)),
     "clamp": lambda n: (bounds(n.ins[0])[0], bounds(n.ins[2])[1]),
     "min": lambda n: _bounds_of_each(n, 0, min, min),
     "max": lambda n: _bounds_of_each(n, 0, max, max),
     "add": lambda n: _bounds_of_each(n, 0, sum, sum),
+    "mul": lambda n: _bounds_of_product(*map(bounds, n.ins)),
     "select_n": lambda n: _bounds_of_each(n, 1, min, max),
     "rem": lambda n: (-bounds(n.ins[1])[1], bounds(n.ins[1])[1]),
     **dict.fromkeys(SAME, _bounds_of_form),
