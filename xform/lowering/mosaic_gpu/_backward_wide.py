@@ -320,7 +320,7 @@ class Wide(Backward):
         def step(i, carry):
             own, due = carry
             then = entry(i + 1), turn(i + 1)
-            head, q0, _ = self._at(walk, own)
+            head, q0 = self._at(walk, own)[:2]
             place = walk.batch, head, lax.div(q0, int32(t.q))
             plgpu.barrier_wait(smem["ds_full"])
             if self.in_turns:
