@@ -38,8 +38,8 @@ MODS = {
 # T, mods, head size, keys of a page or 0; and bytes of registers that go to memory.
 VARIANTS = [
     (1, "nothing", 128, 0, 0), (1, "nothing", 128, 128, 0), (1, "window", 128, 16, 0),
-    (4, "window, soft cap and slopes", 128, 0, 0), (1, "window, soft cap and slopes", 64, 0, 0),
-    (128, "causal", 64, 0, 0), (1, "causal", 256, 0, 256), (1, "nothing", 64, 8, 0),
+    (4, "window, soft cap and slopes", 128, 0, 8), (1, "window, soft cap and slopes", 64, 0, 8),
+    (128, "causal", 64, 0, 0), (1, "causal", 256, 0, 268), (1, "nothing", 64, 8, 68),
 ]  # fmt: skip
 QUICK = [VARIANTS[1]]
 
