@@ -141,7 +141,8 @@ def test_the_variance():
     cancelled = lambda x: (x**2).mean() - x.mean() ** 2
     other = lambda x: jnp.mean(x * x, axis=0) - jnp.square(jnp.sum(x, axis=0) / 1000)
     unbiased = lambda x: (jnp.sum(x**2) - jnp.sum(x) ** 2 / 1000) / 999
-    for f in (cancelled, other, unbiased):
+    negated = lambda x: -(x.mean() ** 2) + (x * x).mean()
+    for f in (cancelled, other, unbiased, negated):
         assert rules(f, x) == ["cancelled variance"]
     want = np.asarray(x).astype(np.float64).var()
     assert abs(jax.jit(cancelled)(x) - want) > 0.1 * want
@@ -164,6 +165,7 @@ def test_log_of_softmax():
     )
     assert all(rules(f, x) == ["log of softmax"] for f in picked)
     assert not lint(jax.nn.log_softmax)(x)
+    assert not lint(lambda x: jnp.log(1 + jax.nn.softmax(x)))(x)
     assert jax.jit(jax.nn.log_softmax)(x)[0] == -200
 
 
@@ -181,6 +183,17 @@ def test_a_carried_sum():
     assert not lint(cured)(ones)
     assert cured(ones) == 4096
     assert not lint(broken)(ones[:16])
+
+
+def test_a_sum_carried_by_a_while():
+    def total(xs, dtype):
+        step = lambda c: (c[0] + 1, c[1] + xs[c[0]].astype(dtype))
+        return lax.while_loop(lambda c: c[0] < len(xs), step, (0, jnp.zeros((), dtype)))[1]
+
+    ones = jnp.ones(4096, jnp.bfloat16)
+    (finding,) = lint(lambda xs: total(xs, jnp.bfloat16))(ones).findings
+    assert (finding.rule, finding.sure) == ("narrow sum", False)
+    assert not lint(lambda xs: total(xs, jnp.float32))(ones)
 
 
 def test_a_scattered_sum():

@@ -186,7 +186,21 @@ def _single(value: Value) -> str:
 
 
 def _cancelled_variance(node: Node) -> Iterator[Finding]:
-    mean_of_squares, square_of_mean = node.ins
+    for mean_of_squares, square_of_mean in _differences(node):
+        yield from _variance_of(node, mean_of_squares, square_of_mean)
+
+
+def _differences(node: Node) -> Iterator[tuple[Value, Value]]:
+    """What is subtracted from what: by `x - y`, by `x + -y` or by `-y + x`."""
+    if node.name == "sub":
+        yield node.ins[0], node.ins[1]
+        return
+    for x, y in (node.ins, node.ins[::-1]):
+        if negated := made_by(y, "neg"):
+            yield x, negated.ins[0]
+
+
+def _variance_of(node: Node, mean_of_squares: Value, square_of_mean: Value) -> Iterator[Finding]:
     mean = squared(behind_factors(square_of_mean))
     if mean is None:
         return
@@ -248,14 +262,16 @@ def _narrow_scatter(node: Node) -> Iterator[Finding]:
 
 
 def _narrow_carry(node: Node) -> Iterator[Finding]:
-    """A loop that adds to what it carries."""
-    if node.eqn.params["length"] < _MANY:
+    """A loop that adds to what it carries; how often a `while` does is not known."""
+    turns = node.eqn.params.get("length")
+    if turns is not None and turns < _MANY:
         return
+    times = "any number of turns" if turns is None else f"{turns:,} turns"
     for before, after in carries(node):
         added = made_by(after, "add", "add_any")
         if narrow(before) and added is not None and before in map(root, added.ins):
-            words = f"{node.eqn.params['length']:,} turns add to a carried {before.aval.dtype}"
-            yield _narrow(added, before, words)
+            words = f"{times} add to a carried {before.aval.dtype}"
+            yield _narrow(added, before, words, sure=turns is not None)
 
 
 def _narrow(node: Node, value: Value, words: str, *, sure: bool = True) -> Finding:
@@ -328,6 +344,7 @@ _RULES: dict[str, tuple[Callable[[Node], Iterator[Finding]], ...]] = {
     "exp": (_split_rounding,),
     "exp2": (_split_rounding,),
     "sub": (_cancelled_variance, _lost_remainder),
+    "add": (_cancelled_variance,),
     "log": (_log_of_softmax,),
     "reduce_sum": (_narrow_sum,),
     "reduce_prod": (_narrow_sum,),
@@ -335,6 +352,7 @@ _RULES: dict[str, tuple[Callable[[Node], Iterator[Finding]], ...]] = {
     "reduce_window_sum": (_narrow_sum,),
     "scatter-add": (_narrow_scatter,),
     "scan": (_narrow_carry,),
+    "while": (_narrow_carry,),
     "psum": (_narrow_collective,),
     "psum_invariant": (_narrow_collective,),
     "reduce_scatter": (_narrow_collective,),

@@ -97,10 +97,11 @@ def behind_factors(value: Value) -> Value:
 
 _PICKS = frozenset({"gather", "slice", "dynamic_slice", "rev", "split"})
 _FLOORS = frozenset({"add", "max", "min"})
+_FLOOR = 0.01  # a larger number, added, is a part of what is meant
 
 
 def behind_picks(value: Value) -> Value:
-    """A value before some of its elements were picked, or kept off 0 by a number."""
+    """A value before some of its elements were picked, or kept off 0 by a small number."""
     while True:
         value = root(value)
         node = value.node
@@ -110,10 +111,20 @@ def behind_picks(value: Value) -> Value:
             value = node.ins[0]
         elif node.name == "clamp":
             value = node.ins[1]
-        elif node.name in _FLOORS and len(left := [v for v in node.ins if literal(v) is None]) == 1:
-            value = left[0]
+        elif node.name in _FLOORS and (left := _kept_off(node)) is not None:
+            value = left
         else:
             return value
+
+
+def _kept_off(node: Node) -> Value | None:
+    """What a small number keeps off 0; a maximum or minimum may be of any number."""
+    numbers = {v: literal(v) for v in node.ins}
+    left = [v for v, number in numbers.items() if number is None]
+    known = [number for number in numbers.values() if number is not None]
+    if len(left) != 1 or (node.name == "add" and abs(known[0]) > _FLOOR):
+        return None
+    return left[0]
 
 
 def squared(value: Value) -> Value | None:
@@ -129,10 +140,11 @@ def squared(value: Value) -> Value | None:
 
 
 def carries(node: Node) -> Iterator[tuple[Value, Value]]:
-    """What each carried value of a scan is inside of a turn, and what it becomes."""
+    """What each carried value of a loop is inside of a turn, and what it becomes."""
     n, body = carried(node.eqn), node.regions["body"]
     inside = own_inputs(node, "body")
-    yield from zip(inside[n.consts : n.consts + n.carry], body.outputs[: n.carry], strict=True)
+    first = node.eqn.params["body_nconsts"] if node.name == "while" else n.consts
+    yield from zip(inside[first : first + n.carry], body.outputs[: n.carry], strict=True)
 
 
 def ancestors(value: Value, steps: int = 4) -> set[Value]:
