@@ -125,8 +125,8 @@ def undecided(
     """
     grid = _Grid(mask, captures, jnp.int32(b), jnp.int32(h), (q_len, kv_len), (q_tile, kv_tile))
 
-    def mark(grid, codes, first):
-        return jnp.where(jax.vmap(partial(_open, grid))(codes, first)[0], _MARK, codes)
+    def mark(grid, each, codes, first):
+        return jnp.where(each(partial(_open, grid), jax.vmap)(codes, first)[0], _MARK, codes)
 
     return _looked_into(grid, mark) == _MARK
 
@@ -237,10 +237,13 @@ def _mixed(args: Sequence) -> bool:
 
 
 def _looked_into(grid: _Grid, look: Callable) -> Array:
-    """What `look(grid, codes, first)` makes of all that is proven, `[n,R,C]` of n blocks."""
+    """What `look(grid, each, codes, first)` makes of all that is proven.
+
+    `codes` are those of a block of tiles from row and column `first` on, or of several; and
+    `each(f, over)` is `f` of one, or `over(f)` of several.
+    """
     if math.prod(grid.sizes) <= _AT_ONCE:
-        start = jnp.zeros(1, jnp.int32)
-        return look(grid, _analysis(grid)(_all)[None], (start, start))[0]
+        return look(grid, lambda f, over: f, _analysis(grid)(_all), (0, 0))
     # Under vmap one after the other: a batched loop would copy all maps in each of its steps.
     run = jax.custom_batching.sequential_vmap(
         lambda b, h, *captures: _by_blocks(grid._replace(b=b, h=h, captures=captures), look)
@@ -248,13 +251,18 @@ def _looked_into(grid: _Grid, look: Callable) -> Array:
     return run(grid.b, grid.h, *grid.captures)
 
 
-def _decided(grid: _Grid, codes: Array, first: tuple) -> Array:
-    """The codes `[n,R,C]` of the tiles from rows and columns `first` on, all of them decided."""
+def _decided(grid: _Grid, each: Callable, codes: Array, first: tuple) -> Array:
+    """The codes `[...,R,C]`, all of them decided."""
     if not grid.known:
         return codes
-    undecided, *starts = jax.vmap(partial(_open, grid))(codes, first)
-    settle = lambda codes: lax.map(lambda x: _settled(grid, *x), (*starts, undecided, codes))
+    undecided, *starts = each(partial(_open, grid), jax.vmap)(codes, first)
+    settle = lambda codes: each(partial(_settled, grid), _in_turn)(*starts, undecided, codes)
     return lax.cond(jnp.any(undecided), settle, lambda codes: codes, codes)
+
+
+def _in_turn(f: Callable) -> Callable:
+    """`f` of each of several: together, all would take as many turns as the longest."""
+    return lambda *blocks: lax.map(lambda block: f(*block), blocks)
 
 
 def _open(grid: _Grid, codes: Array, first: tuple) -> tuple[Array, Array, Array]:
@@ -324,7 +332,7 @@ def _by_blocks(grid: _Grid, look: Callable) -> Array:
     def step(n, kinds):
         at = [lax.dynamic_slice_in_dim(x, n * _TOGETHER, _TOGETHER) for x in places]
         first = tuple(x.astype(jnp.int32) * _SIDE for x in at)
-        blocks = look(grid, jax.vmap(codes)(*first), first)
+        blocks = look(grid, lambda f, over: over(f), jax.vmap(codes)(*first), first)
         return kinds.at[at[0], :, at[1], :].set(blocks, mode="drop")
 
     rows, cols = rough.shape
