@@ -169,7 +169,7 @@ def seconds(mask):
     attend = jax.jit(lambda q, k, v: flex_attention(q, k, v, mask_mod=mask))
     attend(q, k, v).block_until_ready()
     turns = []
-    for _ in range(9):
+    for _ in range(5):
         start = time.perf_counter()
         attend(q, k, v).block_until_ready()
         turns.append(time.perf_counter() - start)
@@ -255,8 +255,11 @@ def attend(table):
     return flex_attention(q, k, v, score_mod=relative_bias(table))
 
 
+lessons = attend(teacher)
+
+
 def error(table):
-    return jnp.mean((attend(table) - attend(teacher)) ** 2)
+    return jnp.mean((attend(table) - lessons) ** 2)
 
 
 optimizer = optax.adam(0.1)

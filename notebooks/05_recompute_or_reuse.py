@@ -29,6 +29,8 @@ import xform as xf
 
 plt.rcParams.update({"figure.dpi": 110, "figure.constrained_layout.use": True})
 BLUE, ORANGE, RED, GREEN, GREY = "#2d6a8e", "#f2a65a", "#b5332e", "#3f9b5b", "0.6"
+# A program from the cache of an earlier run tells nothing of how it was compiled.
+jax.config.update("jax_enable_compilation_cache", False)
 
 # %% [markdown]
 # ## What a gradient keeps

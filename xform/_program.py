@@ -482,10 +482,22 @@ def content_at(value: Value, here: Callable[[Node], Any] | None = None) -> Any |
 
     Without `here`, what is found is kept.
     """
+    seen: dict[Value, Any] = {}  # also what is not found: many may read it
+
+    def held(value: Value) -> Any | None:
+        if value not in seen:
+            seen[value] = _content(value, held, here)
+        return seen[value]
+
+    return held(value)
+
+
+def _content(value: Value, held: Callable, here: Callable[[Node], Any] | None) -> Any | None:
+    """What a value holds, where `held` says it of others."""
     if value.known is not None:
         return value.known
     if value.same_as is not None:
-        return content_at(value.same_as, here)
+        return held(value.same_as)
     node = value.node
     if (
         node is None
@@ -498,7 +510,7 @@ def content_at(value: Value, here: Callable[[Node], Any] | None = None) -> Any |
         return found
     if node.eqn.effects or node.place.axes or node.name in _PLACED:
         return None
-    args = [content_at(x, here) for x in node.ins]
+    args = [held(x) for x in node.ins]
     if any(x is None for x in args):
         return None
     eqn = node.eqn
