@@ -469,3 +469,16 @@ def test_dims_of_one_element_that_come_and_go_leave_attention_its_shape(device):
     struct = jax.ShapeDtypeStruct((256, 16), jnp.float32)
     step = jax.grad(loss, (0, 1, 2))
     assert 3 * 2**14 <= memory(step, device=device)(*[struct] * 3).outputs < 2**17
+
+
+@pytest.mark.parametrize("device", ["cpu", "H200"])
+def test_sums_of_attention_may_be_results(device):
+    """They begin as zeros, before they are made; and take what XLA gives them, to a fourth."""
+    x = jax.ShapeDtypeStruct((1, 256, 4, 64), jnp.float32)
+    f = jax.grad(lambda q, k, v: flex_attention(q, k, v).sum(), (0, 1, 2))
+    found = memory(f, device=device)(x, x, x).peak
+    assert found >= 6 * 4 * x.size
+    if device == "cpu":
+        given = jax.jit(f).lower(x, x, x).compile().memory_analysis()
+        sizes = given.temp_size_in_bytes + given.argument_size_in_bytes
+        assert found == pytest.approx(sizes + given.output_size_in_bytes, rel=0.25)

@@ -359,7 +359,8 @@ class Plan:
         for span in sorted(spans, key=lambda s: -s.bytes):
             if any(v in results for _, v in span.values):
                 # A result, and what it overwrites: the memory is the result's, unless it is in use.
-                first = next(i for i, v in span.values if v in results)
+                # Sums have had their memory since before they were made.
+                first = next(made.get(v, i) for i, v in span.values if v in results)
                 home = next(b for size, b in homes if size == span.bytes and (first, n) in b)
                 others = [(start, end) for start, end in home if (start, end) != (first, n)]
                 if all(first <= start or span.start > end for start, end in others):
