@@ -122,16 +122,7 @@ def compiled(names, width, tmp_path) -> dict[str, tuple]:
     program = f"""
 import jax, jax.numpy as jnp
 jax.config.update("jax_platforms", "cpu")
-from tests._fuse.subjects import (
-    LONG,
-    REFUSED,
-    SHAPES,
-    SUBJECTS,
-    arguments_of,
-    by_truth,
-    normal,
-    with_gradients,
-)
+from tests._fuse.subjects import SUBJECTS, with_gradients
 from xform import fuse
 from xform._hlo import compile_for, read
 for name in {list(names)!r}:
