@@ -105,13 +105,13 @@ def mask_of(name: str, ids) -> Callable | None:
     }[name]  # fmt: skip
 
 
-def score_of(name: str, tanh: Callable, slopes, table, length: int, near=None) -> Callable | None:
-    """A score as a function of scalars, for any library; `near` is a tanh that may be off."""
-    near = near or tanh
+def score_of(name: str, tanh: Callable, slopes, table, length: int) -> Callable | None:
+    """A score as a function of scalars, for any library."""
+    cap = lambda s, b, h, q, k: CAP * tanh(s / CAP)
     return {
         "": None,
-        "cap": lambda s, b, h, q, k: CAP * tanh(s / CAP),
-        "near": lambda s, b, h, q, k: CAP * near(s / CAP),
+        "cap": cap,
+        "near": cap,
         "alibi": lambda s, b, h, q, k: s - slopes[h] * (q - k),
         "table": lambda s, b, h, q, k: s + table[h, q - k + length],
     }[name]
@@ -161,16 +161,15 @@ def timed[T](make: Callable[[], T]) -> T:
 
 
 def xform(row: Row, *, deterministic: bool = True) -> Callable:
-    import jax
     import jax.numpy as jnp
 
-    from xform import flex_attention
+    from xform import flex_attention, softcap
 
     (q, k, v), slopes, table = jax_inputs(row)
 
     def attend(q, k, v, slopes, table, ids):
-        near = partial(jax.lax.tanh, accuracy=jax.lax.Tolerance(rtol=5e-4))
-        score = score_of(row.score, jnp.tanh, slopes, table, row.t, near)
+        caps = {"cap": softcap(CAP), "near": softcap(CAP, rtol=5e-4)}
+        score = caps.get(row.score) or score_of(row.score, jnp.tanh, slopes, table, row.t)
         return flex_attention(
             q, k, v,
             score_mod=score, mask_mod=mask_of(row.mask, ids), deterministic=deterministic,

@@ -128,7 +128,7 @@ class _Forward:
         warpgroup, count = lax.axis_index("warpgroup"), self.call.tiles.warpgroups
 
         def for_each_row(work: Callable):
-            """Folds `work(walk, steps before)`, which returns those after it, over a block's rows."""
+            """Folds `work(walk, steps before)`, which returns those after it, over all rows."""
             row = lambda place, done: work(self.call.walk(*place, steps), done)
             if self.share:
                 return self.share.fold(row, int32(0))
