@@ -39,6 +39,7 @@ MODS = {
     "documents": {"mask_mod": causal() & documents(IDS)},
     "alibi": {"score_mod": lambda s, b, h, q, k: s - SLOPES[h] * (q - k), "mask_mod": causal()},
     "soft cap": {"score_mod": lambda s, b, h, q, k: 30 * jnp.tanh(s / 30), "mask_mod": causal()},
+    "soft cap by exp": {"score_mod": softcap(30.0), "mask_mod": causal()},
     "soft cap, nearly": {"score_mod": softcap(30.0, rtol=5e-4), "mask_mod": causal()},
     "table": {"score_mod": lambda s, b, h, q, k: s + TABLE[h, q - k + 2048]},
     "rows and columns": {"score_mod": lambda s, b, h, q, k: s * TABLE[h, q] + TABLE[0, k]},
