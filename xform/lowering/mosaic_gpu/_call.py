@@ -103,17 +103,18 @@ class Share:
     have about the same.
 
     Attributes:
-      sizes: of the grid, by name, the last one varying fastest.
-      blocks: among whom.
+      sizes: how many batch entries, heads and rows there are, by name, the last one varying fastest.
     """
 
     sizes: tuple[tuple[str, int], ...]
-    blocks: int
 
-    @classmethod
-    def of(cls, grid: dict) -> Share:
-        sizes = tuple(zip(grid["grid_names"], grid["grid"], strict=True))
-        return cls(sizes, min(_MULTIPROCESSORS, math.prod(grid["grid"])))
+    @property
+    def places(self) -> int:
+        return math.prod(size for _, size in self.sizes)
+
+    @property
+    def blocks(self) -> int:
+        return min(_MULTIPROCESSORS, self.places)
 
     @property
     def grid(self) -> dict:
@@ -123,7 +124,7 @@ class Share:
     def fold(self, work: Callable, carry):
         """Folds `work((batch, head, row), carry)` over the places of this block."""
         block, blocks = lax.axis_index("block"), int32(self.blocks)
-        rounds, rest = divmod(math.prod(size for _, size in self.sizes), self.blocks)
+        rounds, rest = divmod(self.places, self.blocks)
 
         def place_of(n):
             back = lax.rem(n, int32(2)) == 1

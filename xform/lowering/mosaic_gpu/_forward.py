@@ -72,12 +72,12 @@ def forward(call: Call, q, k, v, steps, operands, *, interpret=None):
     s, tiles = call.sizes, call.tiles
     statistic = jax.ShapeDtypeStruct((s.batch, s.heads, s.rows(tiles) * tiles.rows), jnp.float32)
     out = (jax.ShapeDtypeStruct((*q.shape[:3], s.v_size), call.out), *[statistic] * 3)
-    # Shares are alike where work falls along the whole grid: the longest rows of all heads first.
-    together = tiles.persistent or call.cached(s.kv_heads, s.kv_len)
-    grid = call.grid(s.heads, s.rows(tiles), together=together)
-    share = Share.of(grid) if tiles.persistent else None
+    share, grid = None, call.grid(s.heads, s.rows(tiles), together=call.cached(s.kv_heads, s.kv_len))
+    if tiles.persistent:
+        # The longest rows of all come first: what is dealt out so is about the same for all blocks.
+        share = Share((("row", s.rows(tiles)), ("batch", s.batch), ("head", s.heads)))
+        grid = share.grid
     body = _Forward(call, share).entry
-    grid = share.grid if share else grid
     run = launch(body, "flex_attention", tiles.warpgroups, out, grid, interpret)
     return run(q, k, v, *steps, *operands)
 
