@@ -103,7 +103,7 @@ class Share:
     have about the same.
 
     Attributes:
-      sizes: how many batch entries, heads and rows there are, by name, the last one varying fastest.
+      sizes: how many batch entries, heads and rows there are, the last one varying fastest.
     """
 
     sizes: tuple[tuple[str, int], ...]

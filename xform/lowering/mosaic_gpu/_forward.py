@@ -72,10 +72,11 @@ def forward(call: Call, q, k, v, steps, operands, *, interpret=None):
     s, tiles = call.sizes, call.tiles
     statistic = jax.ShapeDtypeStruct((s.batch, s.heads, s.rows(tiles) * tiles.rows), jnp.float32)
     out = (jax.ShapeDtypeStruct((*q.shape[:3], s.v_size), call.out), *[statistic] * 3)
-    share, grid = None, call.grid(s.heads, s.rows(tiles), together=call.cached(s.kv_heads, s.kv_len))
+    rows, share = s.rows(tiles), None
+    grid = call.grid(s.heads, rows, together=call.cached(s.kv_heads, s.kv_len))
     if tiles.persistent:
         # The longest rows of all come first: what is dealt out so is about the same for all blocks.
-        share = Share((("row", s.rows(tiles)), ("batch", s.batch), ("head", s.heads)))
+        share = Share((("row", rows), ("batch", s.batch), ("head", s.heads)))
         grid = share.grid
     body = _Forward(call, share).entry
     run = launch(body, "flex_attention", tiles.warpgroups, out, grid, interpret)
