@@ -163,7 +163,8 @@ def timed[T](make: Callable[[], T]) -> T:
 def xform(row: Row, *, deterministic: bool = True) -> Callable:
     import jax.numpy as jnp
 
-    from xform import flex_attention, softcap
+    from xform import flex_attention
+    from xform.scores import softcap
 
     (q, k, v), slopes, table = jax_inputs(row)
 
@@ -397,6 +398,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--picture", type=Path)
     parser.add_argument("--only", default="", help="rows whose name contains one of these parts")
+    parser.add_argument("--without", default="", help="peers whose name is one of these")
     parser.add_argument("--backward", action="store_true", help="time the backward pass alone")
     parser.add_argument("--at-once", action="store_true", help="PyTorch compiles all rows first")
     options = parser.parse_args()
@@ -418,6 +420,8 @@ def main() -> None:
     results = {}
     rows = [replace(row, backward=options.backward) for row in (*SHAPES, *MODS)]
     rows = [row for row in rows if any(part in row.name for part in options.only.split(","))]
+    for name in filter(None, options.without.split(",")):
+        del PEERS[name]
     if options.at_once:
         compile_at_once(rows)
     for row in rows:
