@@ -163,13 +163,12 @@ def timed[T](make: Callable[[], T]) -> T:
 def xform(row: Row, *, deterministic: bool = True) -> Callable:
     import jax.numpy as jnp
 
-    from xform import flex_attention
-    from xform.scores import softcap
+    from xform import flex_attention, scores
 
     (q, k, v), slopes, table = jax_inputs(row)
 
     def attend(q, k, v, slopes, table, ids):
-        caps = {"cap": softcap(CAP), "near": softcap(CAP, rtol=5e-4)}
+        caps = {"cap": scores.softcap(CAP), "near": scores.softcap(CAP, rtol=5e-4)}
         score = caps.get(row.score) or score_of(row.score, jnp.tanh, slopes, table, row.t)
         return flex_attention(
             q, k, v,
