@@ -352,7 +352,8 @@ def table(rows: list[Row], results: dict[str, dict[str, float]]) -> None:
             continue
         rates = [f"{row.flops / times[n] / 1e9:.0f}" if n in times else "–" for n in PEERS]
         peers = [t for name, t in times.items() if not name.startswith("xform")]
-        ratios = [min(peers) / t for n, t in times.items() if n.startswith("xform")] * bool(peers)
+        best = min(peers, default=None)
+        ratios = [best / t for n, t in times.items() if best and n.startswith("xform")]
         ratio = " / ".join(f"{x:.2f}" for x in ratios) or "–"
         print(f"| {row.name} | {' | '.join(rates)} | {ratio} |", flush=True)
 
