@@ -148,7 +148,8 @@ def test_every_chunking_gives_one_answer():
 # ---- Labels --------------------------------------------------------------------------------------
 
 
-def test_ignored_tokens_have_no_influence_whatever_they_hold():
+@pytest.mark.parametrize("loss", [loss, kept], ids=["made again", "kept"])
+def test_ignored_tokens_have_no_influence_whatever_they_hold(loss):
     (hidden, *rest), labels, cts = problem(dtype="float32")
     run = partial(once, jax.value_and_grad(loss, has_aux=True))
     expected = run((hidden, *rest), labels, cts)
