@@ -105,13 +105,13 @@ def mask_of(name: str, ids) -> Callable | None:
     }[name]  # fmt: skip
 
 
-def score_of(name: str, tanh: Callable, slopes, table, length: int, near=None) -> Callable | None:
-    """A score as a function of scalars, for any library; `near` is a tanh that may be off."""
-    near = near or tanh
+def score_of(name: str, tanh: Callable, slopes, table, length: int) -> Callable | None:
+    """A score as a function of scalars, for any library."""
+    cap = lambda s, b, h, q, k: CAP * tanh(s / CAP)
     return {
         "": None,
-        "cap": lambda s, b, h, q, k: CAP * tanh(s / CAP),
-        "near": lambda s, b, h, q, k: CAP * near(s / CAP),
+        "cap": cap,
+        "near": cap,
         "alibi": lambda s, b, h, q, k: s - slopes[h] * (q - k),
         "table": lambda s, b, h, q, k: s + table[h, q - k + length],
     }[name]
@@ -161,16 +161,15 @@ def timed[T](make: Callable[[], T]) -> T:
 
 
 def xform(row: Row, *, deterministic: bool = True) -> Callable:
-    import jax
     import jax.numpy as jnp
 
-    from xform import flex_attention
+    from xform import flex_attention, scores
 
     (q, k, v), slopes, table = jax_inputs(row)
 
     def attend(q, k, v, slopes, table, ids):
-        near = partial(jax.lax.tanh, accuracy=jax.lax.Tolerance(rtol=5e-4))
-        score = score_of(row.score, jnp.tanh, slopes, table, row.t, near)
+        caps = {"cap": scores.softcap(CAP), "near": scores.softcap(CAP, rtol=5e-4)}
+        score = caps.get(row.score) or score_of(row.score, jnp.tanh, slopes, table, row.t)
         return flex_attention(
             q, k, v,
             score_mod=score, mask_mod=mask_of(row.mask, ids), deterministic=deterministic,
@@ -353,7 +352,8 @@ def table(rows: list[Row], results: dict[str, dict[str, float]]) -> None:
             continue
         rates = [f"{row.flops / times[n] / 1e9:.0f}" if n in times else "–" for n in PEERS]
         peers = [t for name, t in times.items() if not name.startswith("xform")]
-        ratios = [min(peers) / t for n, t in times.items() if n.startswith("xform")] * bool(peers)
+        best = min(peers, default=None)
+        ratios = [best / t for n, t in times.items() if best and n.startswith("xform")]
         ratio = " / ".join(f"{x:.2f}" for x in ratios) or "–"
         print(f"| {row.name} | {' | '.join(rates)} | {ratio} |", flush=True)
 
@@ -398,6 +398,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--picture", type=Path)
     parser.add_argument("--only", default="", help="rows whose name contains one of these parts")
+    parser.add_argument("--without", default="", help="peers whose name is one of these")
     parser.add_argument("--backward", action="store_true", help="time the backward pass alone")
     parser.add_argument("--at-once", action="store_true", help="PyTorch compiles all rows first")
     options = parser.parse_args()
@@ -419,6 +420,8 @@ def main() -> None:
     results = {}
     rows = [replace(row, backward=options.backward) for row in (*SHAPES, *MODS)]
     rows = [row for row in rows if any(part in row.name for part in options.only.split(","))]
+    for name in filter(None, options.without.split(",")):
+        del PEERS[name]
     if options.at_once:
         compile_at_once(rows)
     for row in rows:

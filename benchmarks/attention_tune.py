@@ -6,7 +6,8 @@
 
 The classes are those of `xform/lowering/mosaic_gpu/_tuning.py`: the head size, the number of keys,
 what mods need. Each stands for the calls below. Of each size, all tiles that fit are timed on one
-of them; the fastest, and those that the table has now, on the others. Those of a class are the ones
+of them; the fastest, the first of these by persistent blocks, and those that the table has now, on
+the others. Those of a class are the ones
 with the least product of times over its calls; the ones of today stay where none is faster by more
 than a run differs from the next.
 
@@ -174,7 +175,7 @@ def search(size: int, pool: ThreadPoolExecutor, end: float) -> dict[str, Tiles]:
             continue
         now = today(size, length, mods)
         rows = calls(size, length, mods)
-        tiles = list(dict.fromkeys([*kept, now]))
+        tiles = list(dict.fromkeys([*kept, dataclasses.replace(kept[0], persistent=True), now]))
         chosen[key(size, length, mods)], gain = best([times(r, tiles, pool) for r in rows], now)
         print(f"{key(size, length, mods):18} {chosen[key(size, length, mods)]}", end=" ")
         print(f"{gain:.3f} of today's", flush=True)

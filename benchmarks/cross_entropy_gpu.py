@@ -49,8 +49,8 @@ LARGE, MIDDLE = Shape(8192, 128256, 4096), Shape(8192, 32768, 2048)
 # ---- the peers: (hidden [T,D], weight [D,V], labels [T]) -> mean loss ----------------------------
 
 
-def xform(hidden, weight, labels, *, implementation=None):
-    return linear_cross_entropy(hidden, weight, labels, implementation=implementation)[0].mean()
+def xform(hidden, weight, labels, **options):
+    return linear_cross_entropy(hidden, weight, labels, **options)[0].mean()
 
 
 def dense(hidden, weight, labels, *, logits):
@@ -82,6 +82,7 @@ def tokamax(implementation: str) -> Callable:
 PEERS: dict[str, Callable[[], Callable]] = {
     "xform": lambda: xform,
     "xform, kernels": lambda: partial(xform, implementation="mosaic_gpu"),
+    "xform, logits kept": lambda: partial(xform, keep_logits=True),
     "dense, bf16 logits": lambda: partial(dense, logits=jnp.bfloat16),
     "dense, f32 logits": lambda: partial(dense, logits=jnp.float32),
     "tokamax chunked_xla": partial(tokamax, "chunked_xla"),

@@ -68,6 +68,9 @@ def close(found, true, rtol=1e-11):
         np.testing.assert_allclose(x, y, rtol=rtol, atol=rtol * np.abs(y).max(), err_msg=name)
 
 
+kept = partial(loss, chunks=None, keep_logits=True)
+
+
 # ---- Values and gradients ------------------------------------------------------------------------
 
 
@@ -81,8 +84,9 @@ def test_float64_is_exact(name):
     with jax.enable_x64(True):
         x, labels, cts = problem(vocab_dim=OPTIONS[name].get("vocab_dim", 1))
         of = lambda f: jax.value_and_grad(partial(f, **OPTIONS[name]), has_aux=True)
-        found, true = once(lambda *a: [of(f)(*a) for f in (loss, plain)], x, labels, cts)
-        close(found, true)
+        *each, true = once(lambda *a: [of(f)(*a) for f in (loss, kept, plain)], x, labels, cts)
+        for found in each:
+            close(found, true)
 
 
 @pytest.mark.parametrize("dtype", some_slow(("bfloat16",), ["float32", "bfloat16", "float16"]))
@@ -91,12 +95,12 @@ def test_narrow_types_are_as_right_as_a_plain_program(name, dtype):
     options = OPTIONS[name]
     x, labels, cts = problem(dtype=dtype, vocab_dim=options.get("vocab_dim", 1))
     of = lambda f: jax.value_and_grad(partial(f, **options), has_aux=True)
-    found, judge = once(lambda *a: [of(f)(*a) for f in (loss, plain)], x, labels, cts)
+    *each, judge = once(lambda *a: [of(f)(*a) for f in (loss, kept, plain)], x, labels, cts)
     truth = in_float64(of(plain), x, labels, cts)
-    (_, both), grads = found
-    assert [y.dtype for y in both] == [jnp.float32] * 2
-    assert [g.dtype for g in grads] == [dtype] * 3
-    assert_as_right_as((both, grads), (judge[0][1], judge[1]), (truth[0][1], truth[1]))
+    for (_, both), grads in each:
+        assert [y.dtype for y in both] == [jnp.float32] * 2
+        assert [g.dtype for g in grads] == [dtype] * 3
+        assert_as_right_as((both, grads), (judge[0][1], judge[1]), (truth[0][1], truth[1]))
 
 
 @pytest.mark.parametrize("dtype", some_slow(("float32",), ["float32", "bfloat16"]))
@@ -107,10 +111,11 @@ def test_a_model_that_is_sure_keeps_exact_gradients(dtype):
     hidden = (12 * jax.nn.one_hot(labels, D) + 0.1 * hidden).astype(dtype)
     x = hidden, jnp.eye(D, dtype=dtype), bias
     of = lambda f: jax.value_and_grad(f, has_aux=True)
-    found, judge = once(lambda *a: [of(f)(*a) for f in (loss, plain)], x, labels, cts)
+    *each, judge = once(lambda *a: [of(f)(*a) for f in (loss, kept, plain)], x, labels, cts)
     truth = in_float64(of(plain), x, labels, cts)
     assert np.median(truth[0][1][0]) < 1e-3
-    assert_as_right_as((found[0][1], found[1]), (judge[0][1], judge[1]), (truth[0][1], truth[1]))
+    for (_, both), grads in each:
+        assert_as_right_as((both, grads), (judge[0][1], judge[1]), (truth[0][1], truth[1]))
     tiny = in_float64(of(plain), (hidden * 2, *x[1:]), labels, cts)[0][1][0]
     twice = once(loss, (hidden * 2, *x[1:]), labels, cts)[1][0]
     assert np.median(tiny) < 1e-8, "below float32's rounding of the log-sum-exp"
@@ -143,7 +148,8 @@ def test_every_chunking_gives_one_answer():
 # ---- Labels --------------------------------------------------------------------------------------
 
 
-def test_ignored_tokens_have_no_influence_whatever_they_hold():
+@pytest.mark.parametrize("loss", [loss, kept], ids=["made again", "kept"])
+def test_ignored_tokens_have_no_influence_whatever_they_hold(loss):
     (hidden, *rest), labels, cts = problem(dtype="float32")
     run = partial(once, jax.value_and_grad(loss, has_aux=True))
     expected = run((hidden, *rest), labels, cts)
@@ -332,6 +338,32 @@ def test_what_is_no_array_is_an_error_that_names_all(unchecked):
     call: Any = linear_cross_entropy
     with pytest.raises(TypeError, match=match):
         call([[1.0]], jnp.ones((1, 3)), None, chunks=8)
+
+
+def test_kept_logits_are_three_products_and_one_array_of_their_size():
+    x, labels, cts = problem(dtype="bfloat16")
+    f = lambda x: kept(x, labels, cts, softcap=3.0, label_smoothing=0.1)[0]
+    jaxpr = trace(jax.grad(f), x)
+    products = [e for e in walk(jaxpr) if e.eqn.primitive.name == "dot_general"]
+    assert len([p for p in products if _multiplications(p.eqn) == T * D * V]) == 3
+    _, residuals = jax.vjp(f, x)
+    sizes = [r for r in jax.tree.leaves(residuals) if r.size == T * V]
+    assert [r.dtype for r in sizes] == [jnp.bfloat16]
+
+
+def _multiplications(eqn) -> int:
+    x, y = (v.aval.shape for v in eqn.invars)
+    ((contracted, _), _) = eqn.params["dimension_numbers"]
+    return int(np.prod(x) * np.prod(y) / np.prod([x[d] for d in contracted]))
+
+
+def test_what_kept_logits_do_without_is_an_error(unchecked):
+    x, labels, cts = problem(dtype="float32")
+    match = r"`chunks` is .* `implementation` is 'chunked'"
+    with pytest.raises(ValueError, match=match):
+        loss(x, labels, cts, implementation="chunked", keep_logits=True)
+    with pytest.raises(TypeError, match="`keep_logits` is 1; needed is True or False"):
+        loss(x, labels, cts, chunks=None, keep_logits=1)
 
 
 def test_kernels_take_no_chunks():

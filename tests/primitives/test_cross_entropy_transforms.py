@@ -186,14 +186,35 @@ def expected(x, labels, **options):
     return once(jax.value_and_grad(total), x)
 
 
-@pytest.mark.parametrize("smoothing", some_slow((0.1,), (0.0, 0.1)))
-def test_a_vocabulary_split_over_devices(smoothing):
+KEPT = {"chunks": None, "implementation": None, "keep_logits": True}
+
+
+def test_kept_logits_under_vmap_and_two_derivatives():
+    x, labels = problem(mapped={"hidden": 3})
+
+    def program(entropy):
+        def gradient(hidden, weight):
+            f = lambda h, w: loss(entropy, x | {"hidden": h, "weight": w}, labels)
+            return jax.grad(f, (0, 1))(hidden, weight)
+
+        along = lambda h, w: jax.jvp(gradient, (h, w), (jnp.cos(h), jnp.sin(w)))
+        return jax.vmap(along, (0, None))(x["hidden"], x["weight"])
+
+    assert_close(*once(lambda: [program(f) for f in (partial(CHUNKED, **KEPT), DENSE)]))
+
+
+@pytest.mark.parametrize(
+    ("smoothing", "how"),
+    [(0.1, {}), (0.1, KEPT), pytest.param(0.0, {}, marks=pytest.mark.slow)],
+    ids=["smoothing", "kept logits", "plain"],
+)
+def test_a_vocabulary_split_over_devices(smoothing, how):
     """Tokens over dp, the vocabulary over tp: exact on every leaf, and no logits travel."""
     options = OPTIONS | {"label_smoothing": smoothing}
     x, labels = problem()
     mesh = make_mesh(dp=2, tp=3, devices=jax.devices("cpu")[:6])
     specs = {"hidden": P("dp"), "weight": P(None, "tp"), "bias": P("tp")}
-    spread = split_over(mesh, specs, "dp", vocab_axis="tp", **options)
+    spread = split_over(mesh, specs, "dp", vocab_axis="tp", **options, **how)
     placed = jax.device_put((x, labels), shardings(mesh, (specs, P("dp"))))
     assert_close(*jax.device_get((once(spread, *placed), expected(x, labels, **options))))
     text = jax.jit(spread).lower(*placed).as_text()

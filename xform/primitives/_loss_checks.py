@@ -115,3 +115,18 @@ def check_arrays(hidden, weight, labels, bias, vocab_dim, vocab_axis, implementa
         wrong.append("the reference runs on one device: `vocab_axis` must be None")
     if wrong:
         raise ValueError(f"linear_cross_entropy: {'; '.join(wrong)}.")
+
+
+def check_kept(keep_logits, chunks, implementation) -> None:
+    """Raises if logits are to be kept by a way of computing that makes none."""
+    if not isinstance(keep_logits, bool | np.bool_):
+        raise TypeError(
+            f"linear_cross_entropy: `keep_logits` is {keep_logits!r}; needed is True or False."
+        )
+    given = {"chunks": chunks, "implementation": implementation}
+    wrong = [f"`{name}` is {x!r}" for name, x in given.items() if x is not None]
+    if keep_logits and wrong:
+        raise ValueError(
+            f"linear_cross_entropy: {'; '.join(wrong)}, which says how to do without logits; with "
+            "`keep_logits=True` leave it out."
+        )

@@ -46,7 +46,7 @@ from xform.lowering._loss_fn import (
 from xform.lowering._tile_fn import ROW, Jvp, base, log_sum
 from xform.primitives._auto import axis_names, local_rows, register
 from xform.primitives._choose import by_kernels, default_device
-from xform.primitives._loss_checks import check_arrays, check_kinds, check_numbers
+from xform.primitives._loss_checks import check_arrays, check_kept, check_kinds, check_numbers
 from xform.primitives._rules import add_hidden_dim, from_numpy, hidden_sizes, join_axes
 from xform.primitives.tile_sum import tile_sum
 
@@ -65,6 +65,7 @@ def linear_cross_entropy(
     vocab_axis: str | None = None,
     chunks: Chunks | None = None,
     implementation: str | None = None,
+    keep_logits: bool = False,
 ) -> tuple[Float[Array, "*tokens"], Float[Array, "*tokens"]]:
     """Returns the cross entropy of each token's label, and the log-sum-exp of its logits.
 
@@ -113,6 +114,9 @@ def linear_cross_entropy(
       implementation: "chunked" (any device), "mosaic_gpu" (kernels for NVIDIA's Hopper: bfloat16
         and float16, first derivatives, lengths that its copies take; raises for the rest),
         "reference" (dense, for tests); None takes the kernels where they fit, else chunked.
+      keep_logits: keep the logits for the backward pass, rounded to the dtype of `hidden`, instead
+        of making them again: three products instead of four, and 2 N V bytes for each array of that
+        size in bfloat16, of which there are two. By XLA, without `chunks` or `implementation`.
 
     Returns:
       loss and log-sum-exp, float32 (float64 for float64 inputs), of the shape of `labels`.
@@ -137,6 +141,7 @@ def linear_cross_entropy(
     check_numbers(**numbers, ignore_label=ignore_label, vocab_dim=vocab_dim)
     labels, vocab_dim = jnp.asarray(labels), int(vocab_dim)
     check_arrays(hidden, weight, labels, bias, vocab_dim, vocab_axis, implementation)
+    check_kept(keep_logits, chunks, implementation)
     options = dict(
         vocab_dim=vocab_dim, softcap=None if softcap is None else float(softcap),
         label_smoothing=float(label_smoothing), z_loss=float(z_loss),
@@ -145,13 +150,14 @@ def linear_cross_entropy(
     arrays = (hidden, weight, labels) if bias is None else (hidden, weight, labels, bias)
     if implementation == "reference":
         return reference.cross_entropy(*arrays, **options)
-    loss = partial(_cross_entropy, chunks=chunks, implementation=implementation, **options)
+    options |= dict(chunks=chunks, implementation=implementation, keep_logits=bool(keep_logits))
+    loss = partial(_cross_entropy, **options)
     return _on_shards(loss, arrays, vocab_dim, vocab_axis)
 
 
 def _cross_entropy(
     hidden, weight, labels, *bias, vocab_dim, softcap, label_smoothing, z_loss, ignore_label,
-    chunks, implementation, vocab_axis,
+    chunks, implementation, keep_logits, vocab_axis,
 ):  # fmt: skip
     """Loss and log-sum-exp of the tokens of one device."""
     spec = LossSpec(
@@ -177,7 +183,10 @@ def _cross_entropy(
     own = jnp.where((labels >= first) & (labels < first + size), labels - first, -1)
     own = jnp.where(ignored, IGNORED, own).astype(jnp.int32)
     args = join_axes((hidden, weight, *bias, own))
-    sums = linear_cross_entropy_p.bind(*args, spec=spec, hidden=0, rows=None)
+    if keep_logits:
+        sums = _sums_of_kept(spec, *args)
+    else:
+        sums = linear_cross_entropy_p.bind(*args, spec=spec, hidden=0, rows=None)
     top, total, label, *every = _over_devices(vocab_axis, *sums)
 
     # All but the label's logit, and that one: their log-sum-exps, and that of both.
@@ -192,6 +201,38 @@ def _cross_entropy(
     if z_loss:
         loss = loss + z_loss * lse**2
     return jnp.where(ignored, 0, loss), jnp.where(ignored, 0, lse)
+
+
+def _sums_of_kept(spec: LossSpec, hidden, weight, *rest) -> list:
+    """What the primitive gives, from all logits, which are kept for the backward pass.
+
+    All else is made of them again there, as part of what reads it: no array of their size but them
+    and their cotangents.
+    """
+    *bias, labels = rest
+
+    def logits(hidden, weight):
+        hidden = without_ignored(labels, hidden)
+        dims = (((hidden.ndim - 1,), (1 - spec.vocab_dim,)), ((), ()))
+        return lax.dot_general(hidden, weight, dims, precision=lax.Precision.HIGHEST)
+
+    @jax.checkpoint
+    def sums(x, *bias):
+        x = x.astype(spec.wide)
+        if bias:
+            x = x + jnp.expand_dims(bias[0].astype(spec.wide), tuple(range(labels.ndim)))
+        x = x if spec.softcap is None else spec.softcap * jnp.tanh(x / spec.softcap)
+        own = lax.broadcasted_iota(jnp.int32, x.shape, x.ndim - 1) == labels[..., None]
+        others = jnp.where(own, -jnp.inf, x)
+        top = lax.stop_gradient(others.max(-1, initial=-jnp.inf))
+        total = jnp.exp(others - base(top)[..., None]).sum(-1)
+        every = [x.sum(-1)] if spec.smooth else []
+        ignored = labels == IGNORED
+        sums = [top, total, jnp.where(own, x, 0).sum(-1), *every]
+        nothing = [-jnp.inf, 0.0, 0.0, 0.0]
+        return [jnp.where(ignored, n, s) for s, n in zip(sums, nothing, strict=False)]
+
+    return sums(logits(hidden, weight), *bias)
 
 
 def _over_devices(axis: str | None, top, total, *sums):

@@ -99,8 +99,9 @@ class softcap(Score):
 
     Args:
         cap: a positive number; a scalar, or `[H]`.
-        rtol: how far its tanh may be off, relative. From 5e-4 on, kernels take the GPU's own
-          instruction, which is off by as much and is a good deal faster; elsewhere it is exact.
+        rtol: how far its tanh may be off, relative, beside 1e-6 absolute. From 5e-4 on, kernels
+          take the GPU's own instruction, which is off by as much and is a good deal faster;
+          elsewhere it is exact.
 
     >>> float(softcap(2.0)(100.0, 0, 0, 0, 0))
     2.0
@@ -113,8 +114,9 @@ class softcap(Score):
 
     def __call__(self, s, b, h, q_idx, kv_idx):
         cap = _of_head("softcap(cap)", self.cap, h)
-        accuracy = lax.Tolerance(rtol=self.rtol) if self.rtol else None
-        return cap * lax.tanh(jnp.asarray(s / cap), accuracy=accuracy)
+        # Of a score, absolute errors count: that is what `exp` makes relative ones of.
+        allowed = lax.Tolerance(atol=1e-6, rtol=self.rtol or 0.0)
+        return cap * lax.tanh(jnp.asarray(s / cap), accuracy=allowed)
 
     def misfits(self, shape):
         return misfit("softcap(cap)", self.cap, (), shape.h)

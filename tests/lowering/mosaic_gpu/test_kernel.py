@@ -18,7 +18,9 @@ from tests.primitives.cases import CASES
 from xform import causal, documents, flex_attention, sliding_window, which
 from xform._compat import found_races
 from xform.lowering import mosaic_gpu
+from xform.lowering.mosaic_gpu import _attend, _call
 from xform.lowering.mosaic_gpu import _plgpu as plgpu
+from xform.lowering.mosaic_gpu._tuning import Tiles
 from xform.primitives import attention
 from xform.primitives._choose import Choice
 from xform.primitives.block_map import block_map
@@ -37,6 +39,7 @@ MODS = {
     "documents": {"mask_mod": causal() & documents(IDS)},
     "alibi": {"score_mod": lambda s, b, h, q, k: s - SLOPES[h] * (q - k), "mask_mod": causal()},
     "soft cap": {"score_mod": lambda s, b, h, q, k: 30 * jnp.tanh(s / 30), "mask_mod": causal()},
+    "soft cap by exp": {"score_mod": softcap(30.0), "mask_mod": causal()},
     "soft cap, nearly": {"score_mod": softcap(30.0, rtol=5e-4), "mask_mod": causal()},
     "table": {"score_mod": lambda s, b, h, q, k: s + TABLE[h, q - k + 2048]},
     "rows and columns": {"score_mod": lambda s, b, h, q, k: s * TABLE[h, q] + TABLE[0, k]},
@@ -165,6 +168,34 @@ def test_many_tiles_without_a_race(mods, interpreted):
         true.astype(jnp.float32)
     )
     assert error < 4e-3
+
+
+@pytest.mark.parametrize("mods", ["causal", pytest.param("no mods", marks=pytest.mark.slow)])
+def test_blocks_with_several_rows_give_the_same_bits(mods, interpreted, monkeypatch):
+    """An odd number of rows, dealt to two blocks, each with more tiles than shared memory holds."""
+    q, k, v = jax.random.normal(jax.random.key(0), (3, 1, 300, 1, 16), jnp.bfloat16)
+    attend = lambda tiles: [
+        monkeypatch.setattr(_attend, "tiles_of", lambda *_, **__: tiles),
+        flex_attention(q, k, v, **MODS[mods]),
+    ][1]
+    monkeypatch.setattr(_call, "_MULTIPROCESSORS", 2)
+    tiles = Tiles(kv=64, in_turns=True)
+    found = attend(dataclasses.replace(tiles, persistent=True))
+    assert jnp.array_equal(found, attend(tiles))
+
+
+@pytest.mark.parametrize(("sizes", "blocks"), [((2, 3, 5), 7), ((1, 1, 5), 5), ((3, 4, 2), 8)])
+def test_blocks_share_every_place_once(sizes, blocks, monkeypatch):
+    monkeypatch.setattr(_call, "_MULTIPROCESSORS", blocks)
+    share = _call.Share(tuple(zip(("batch", "row", "head"), sizes, strict=True)))
+    seen = lambda _: share.fold(
+        lambda place, x: x.at[*place].add(1),
+        jnp.zeros((sizes[0], sizes[2], sizes[1]), jnp.int32),
+    )
+    counts = jax.vmap(seen, axis_name="block")(jnp.arange(blocks))
+    assert (counts.sum(0) == 1).all()
+    each = counts.sum((1, 2, 3))
+    assert each.max() - each.min() <= 1
 
 
 def test_says_what_would_run_and_why():

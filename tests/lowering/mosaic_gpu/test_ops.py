@@ -31,6 +31,7 @@ def _spread(values, like):
     [
         (jnp.tanh, X, 6e-7),
         (lambda x: lax.tanh(x, accuracy=lax.Tolerance(rtol=1e-5)), X, 6e-7),
+        (lambda x: lax.tanh(x, accuracy=lax.Tolerance(atol=1e-6)), X, 6e-7),
         (jnp.sin, X * 50, 4e-6),
         (jnp.cos, X * 50, 4e-6),
         (jnp.floor, X, 0),
@@ -70,6 +71,12 @@ def test_the_hardware_s_own_tanh_is_for_those_who_allow_its_error():
 
     assert "tanh" in program(5e-4)
     assert "tanh" not in program(4e-4)
+
+
+def test_tanh_by_an_exponential_keeps_signs_and_ends():
+    x = jnp.array([-jnp.inf, -100, -1e-30, 0, 1e-30, 100, jnp.inf, jnp.nan], jnp.float32)
+    found = run(lambda x: lax.tanh(x, accuracy=lax.Tolerance(atol=1e-6)), x)
+    np.testing.assert_allclose(found, np.tanh(x), rtol=0, atol=6e-7)
 
 
 def test_powers_of_negative_numbers():

@@ -28,6 +28,8 @@ from xform.lowering.mosaic_gpu._twins import Hardware, Twin
 LOG2E = math.log2(math.e)
 # Bytes of an H200's second-level cache, less what else passes through it.
 _CACHE = 40 * 2**20
+# Of an H200 and an H100. Where there are fewer, some blocks wait for others to end.
+_MULTIPROCESSORS = 132
 # Elements that one bulk copy moves along a dimension.
 _LONGEST_COPY = 256
 
@@ -91,6 +93,51 @@ class Walk:
     partial: jax.Array
     count: jax.Array
     col: Callable
+
+
+@dataclasses.dataclass(frozen=True)
+class Share:
+    """The places of a grid, dealt out to as many blocks as run at a time.
+
+    They go forth and back, as cards between two players: where later places have less work, blocks
+    have about the same.
+
+    Attributes:
+      sizes: how many batch entries, heads and rows there are, the last one varying fastest.
+    """
+
+    sizes: tuple[tuple[str, int], ...]
+
+    @property
+    def places(self) -> int:
+        return math.prod(size for _, size in self.sizes)
+
+    @property
+    def blocks(self) -> int:
+        return min(_MULTIPROCESSORS, self.places)
+
+    @property
+    def grid(self) -> dict:
+        """The arguments of `plgpu.kernel` that say how many blocks there are."""
+        return {"grid": (self.blocks,), "grid_names": ("block",)}
+
+    def fold(self, work: Callable, carry):
+        """Folds `work((batch, head, row), carry)` over the places of this block."""
+        block, blocks = lax.axis_index("block"), int32(self.blocks)
+        rounds, rest = divmod(self.places, self.blocks)
+
+        def place_of(n):
+            back = lax.rem(n, int32(2)) == 1
+            return jnp.where(back, blocks - 1 - block, block)
+
+        def one(n, carry):
+            index, place = n * blocks + place_of(n), {}
+            for name, size in reversed(self.sizes):
+                place[name], index = lax.rem(index, int32(size)), lax.div(index, int32(size))
+            return work([place[name] for name in ("batch", "head", "row")], carry)
+
+        one_more = (place_of(int32(rounds)) < rest).astype(jnp.int32)
+        return lax.fori_loop(int32(0), rounds + one_more, one, carry)
 
 
 @dataclasses.dataclass(frozen=True)

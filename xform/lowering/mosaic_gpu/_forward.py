@@ -16,9 +16,11 @@ and, in turns, with the others: one issues its products while another computes i
 Shapes: q `[B,T,H,D]`, k `[B,S,K,D]`, v `[B,S,K,V]`; a tile is `q x kv` pairs. D and V are
 multiples of 16 and at most 256.
 
-Not optimal: blocks are not persistent, so that the tail of one is not hidden by the next; `O` is
-rescaled at every step, also where no maximum has grown; neighbouring blocks of one head load the
-same keys, each for itself.
+A block may own several rows of tiles, one after the other (`Tiles.persistent`): keys of the next
+are then loaded while the last one is finished, and its warpgroups need not wait for one another.
+
+Not optimal: `O` is rescaled at every step, also where no maximum has grown; neighbouring blocks of
+one head load the same keys, each for itself.
 """
 
 from __future__ import annotations
@@ -36,6 +38,7 @@ from xform.lowering.mosaic_gpu._call import (
     LOG2E,
     Call,
     Place,
+    Share,
     Walk,
     int32,
     launch,
@@ -69,17 +72,28 @@ def forward(call: Call, q, k, v, steps, operands, *, interpret=None):
     s, tiles = call.sizes, call.tiles
     statistic = jax.ShapeDtypeStruct((s.batch, s.heads, s.rows(tiles) * tiles.rows), jnp.float32)
     out = (jax.ShapeDtypeStruct((*q.shape[:3], s.v_size), call.out), *[statistic] * 3)
-    grid = call.grid(s.heads, s.rows(tiles), together=call.cached(s.kv_heads, s.kv_len))
-    body = _Forward(call).entry
+    rows, share = s.rows(tiles), None
+    grid = call.grid(s.heads, rows, together=call.cached(s.kv_heads, s.kv_len))
+    if tiles.persistent:
+        # The longest rows of all come first: what is dealt out so is about the same for all blocks.
+        share = Share((("row", rows), ("batch", s.batch), ("head", s.heads)))
+        grid = share.grid
+    body = _Forward(call, share).entry
     run = launch(body, "flex_attention", tiles.warpgroups, out, grid, interpret)
     return run(q, k, v, *steps, *operands)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Forward:
-    """The body of the kernel; a method is what one warpgroup does."""
+    """The body of the kernel; a method is what one warpgroup does.
+
+    Attributes:
+      call: what is static.
+      share: which rows of tiles a block owns; None for the one of its place in the grid.
+    """
 
     call: Call
+    share: Share | None
 
     def entry(self, *refs):
         """Allocates shared memory and sends each warpgroup to its work."""
@@ -114,33 +128,49 @@ class _Forward:
         q_ref, k_ref, v_ref, *rest = refs
         n = 3 if self.call.sparse else 0
         steps, operands, results = rest[:n], rest[n:-4], rest[-4:]
-        batch, head, row = (lax.axis_index(name) for name in ("batch", "head", "row"))
-        walk = self.call.walk(batch, head, row, steps)
         warpgroup, count = lax.axis_index("warpgroup"), self.call.tiles.warpgroups
+
+        def for_each_row(work: Callable):
+            """Folds `work(walk, steps before)`, which returns those after it, over all rows."""
+            row = lambda place, done: work(self.call.walk(*place, steps), done)
+            if self.share:
+                return self.share.fold(row, int32(0))
+            return row([lax.axis_index(name) for name in ("batch", "head", "row")], int32(0))
 
         @plgpu.when(warpgroup < count)
         def _():
             plgpu.set_max_registers(_COMPUTE_REGISTERS[count], action="increase")
-            self._compute(walk, warpgroup, q_ref, operands, results, smem)
+            self._first_turn(warpgroup, smem)
+            for_each_row(
+                lambda walk, done: self._compute(
+                    walk, done, warpgroup, q_ref, operands, results, smem
+                )
+            )
+            self._last_turn(warpgroup, smem)
+            plgpu.wait_smem_to_gmem(0)
 
         @plgpu.when(warpgroup == count)
         def _():
             plgpu.set_max_registers(_LOAD_REGISTERS, action="decrease")
-            self._load(walk, k_ref, v_ref, operands, smem)
+            done = for_each_row(
+                lambda walk, done: self._load(walk, done, k_ref, v_ref, operands, smem)
+            )
+            self._await_end(done, smem)
 
     # -- the warpgroup that loads ------------------------------------------------------------------
 
-    def _load(self, walk: Walk, k_ref, v_ref, operands, smem: dict):
+    def _load(self, walk: Walk, done, k_ref, v_ref, operands, smem: dict):
+        """Loads what a row of tiles visits, after `done` tiles of earlier rows."""
         t, s = self.call.tiles, self.call.sizes
         stages = int32(t.stages)
         kv_head = lax.div(walk.head, int32(s.heads // s.kv_heads))
 
         @plgpu.loop(0, walk.count)
         def _(i):
-            slot = lax.rem(i, stages)
+            slot = lax.rem(done + i, stages)
             col = walk.col(i)
             source = (walk.batch, plgpu.ds(col * t.kv, t.kv), kv_head)
-            again = i >= stages
+            again = done + i >= stages
             plgpu.when(again)(lambda: plgpu.barrier_wait(smem["k_free"].at[slot]))
             plgpu.copy_gmem_to_smem(k_ref.at[source], smem["k"].at[slot], smem["k_full"].at[slot])
             place = Place(walk.row * t.rows, col * t.kv)
@@ -150,15 +180,21 @@ class _Forward:
             plgpu.when(again)(lambda: plgpu.barrier_wait(smem["v_free"].at[slot]))
             plgpu.copy_gmem_to_smem(v_ref.at[source], smem["v"].at[slot], smem["v_full"].at[slot])
 
-        # Every phase that ends must be seen, also the last ones.
-        @plgpu.loop(jnp.maximum(walk.count - stages, 0), walk.count)
+        return done + walk.count
+
+    def _await_end(self, done, smem: dict):
+        """Every phase that ends must be seen, also the last ones."""
+        stages = int32(self.call.tiles.stages)
+
+        @plgpu.loop(jnp.maximum(done - stages, 0), done)
         def _(i):
             plgpu.barrier_wait(smem["k_free"].at[lax.rem(i, stages)])
             plgpu.barrier_wait(smem["v_free"].at[lax.rem(i, stages)])
 
     # -- the warpgroups that compute ---------------------------------------------------------------
 
-    def _compute(self, walk: Walk, warpgroup, q_ref, operands, results, smem: dict):
+    def _compute(self, walk: Walk, done, warpgroup, q_ref, operands, results, smem: dict):
+        """Computes a warpgroup's part of a row of tiles, after `done` tiles of earlier rows."""
         call, t, s = self.call, self.call.tiles, self.call.sizes
         mma, stages = call.mma, int32(t.stages)
         q0 = walk.row * t.rows + warpgroup * t.q
@@ -192,15 +228,16 @@ class _Forward:
 
         def first(s_acc):
             k0 = walk.col(int32(0)) * t.kv
-            plgpu.barrier_wait(smem["k_full"].at[0])
+            slot = lax.rem(done, stages)
+            plgpu.barrier_wait(smem["k_full"].at[slot])
             take()
-            mma.qk(s_acc, q_tile, smem["k"].at[0])
+            mma.qk(s_acc, q_tile, smem["k"].at[slot])
             give()
-            return softmax(int32(0), k0, int32(0), s_acc, 0, rows(-jnp.inf), rows(0.0))[:3]
+            return softmax(int32(0), k0, slot, s_acc, 0, rows(-jnp.inf), rows(0.0))[:3]
 
         def step(acc, i, carry):
             p, top, total = carry
-            slot, following = lax.rem(i - 1, stages), lax.rem(i, stages)
+            slot, following = lax.rem(done + i - 1, stages), lax.rem(done + i, stages)
 
             def products(s_acc):
                 k0 = walk.col(i) * t.kv  # read early: it comes from far away
@@ -221,7 +258,7 @@ class _Forward:
         def walk_tiles(acc):
             carry = mma.scoped(first, smem["scores"], warpgroup, call.shape)
             p, top, total = lax.fori_loop(1, walk.count, functools.partial(step, acc), carry)
-            slot = lax.rem(walk.count - 1, stages)
+            slot = lax.rem(done + walk.count - 1, stages)
             plgpu.barrier_wait(smem["v_full"].at[slot])
             take()
             mma.pv(acc, p, smem["v"].at[slot])
@@ -232,21 +269,25 @@ class _Forward:
 
         rows = lambda x: plgpu.layout_cast(jnp.full((t.q,), x, jnp.float32), row_layout())
         acc, top, total = mma.scoped(walk_tiles, smem["acc"], warpgroup, (t.q, s.v_size))
-        self._last_turn(warpgroup, smem)
         self._finish(walk, warpgroup, q0, acc, top, total, results, smem)
+        return done + walk.count
 
     def _turns(self, warpgroup, smem: dict) -> tuple[Callable, Callable]:
         """`take` waits for the tensor cores, `give` hands them to the next warpgroup."""
         if not self.call.tiles.in_turns:
             return (lambda: None), (lambda: None)
         turn = smem["turn"]
-        last = self.call.tiles.warpgroups - 1
-        plgpu.when(warpgroup == last)(lambda: plgpu.barrier_arrive(turn.at[0]))
-        following = jnp.where(warpgroup == last, 0, warpgroup + 1)
+        following = jnp.where(warpgroup == self.call.tiles.warpgroups - 1, 0, warpgroup + 1)
         return (
             lambda: plgpu.barrier_wait(turn.at[warpgroup]),
             lambda: plgpu.barrier_arrive(turn.at[following]),
         )
+
+    def _first_turn(self, warpgroup, smem: dict):
+        """Gives the first warpgroup its first turn."""
+        if self.call.tiles.in_turns:
+            last = self.call.tiles.warpgroups - 1
+            plgpu.when(warpgroup == last)(lambda: plgpu.barrier_arrive(smem["turn"].at[0]))
 
     def _last_turn(self, warpgroup, smem: dict):
         """Takes the turn that the last one gave, which nobody needs."""
@@ -263,6 +304,7 @@ class _Forward:
         # What sees an infinite value is NaN, however the weights fall.
         acc = jnp.where(jnp.abs(acc) < jnp.inf, acc, jnp.nan)
         values = (top * (self.call.factor / LOG2E), total, acc.sum(axis=1))
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # of the row before
         for value, ref, buffer in zip(values, statistics, smem["statistics"], strict=True):
             buffer.at[warpgroup][...] = value
             plgpu.commit_smem()
@@ -277,4 +319,3 @@ class _Forward:
             plgpu.commit_smem()
             cols = plgpu.ds(n * chunk, chunk)
             plgpu.copy_smem_to_gmem(buffer, out_ref.at[walk.batch, rows, walk.head, cols])
-        plgpu.wait_smem_to_gmem(0)

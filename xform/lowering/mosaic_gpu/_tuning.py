@@ -44,6 +44,7 @@ class Tiles:
       stages: how many tiles of what it walks along are in shared memory.
       in_turns: whether the warpgroups issue their products in turns.
       by_keys: whether a block owns keys.
+      persistent: whether there are only as many blocks as run at a time, each with several rows.
     """
 
     warpgroups: int = 2
@@ -52,6 +53,7 @@ class Tiles:
     stages: int = 2
     in_turns: bool = False
     by_keys: bool = False
+    persistent: bool = False
 
     @property
     def rows(self) -> int:
