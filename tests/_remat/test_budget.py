@@ -15,6 +15,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from xform import BudgetError, remat
 from xform._hlo import compile_for
+from xform._memory import temporaries_of
 from xform._remat._cut import Settings, frontier
 from xform._remat._jaxprs import flatten
 from xform._remat._joint import linearize
@@ -148,6 +149,20 @@ def test_scratch_memory_of_a_gpu_counts_where_there_are_products():
     assert error.value.least == budget + 2**21
     with pytest.raises(ValueError, match="abacus"):
         remat(f, device="abacus")
+
+
+def test_few_plans_are_measured_however_many_prices_there_are(monkeypatch):
+    """Measuring is what planning takes time for: of 12 layers of 12 widths, as of 12 equal ones."""
+    measured = []
+    count = lambda *args, **options: measured.append(1) or temporaries_of(*args, **options)
+    monkeypatch.setattr("xform._remat._budget.temporaries_of", count)
+    widths = [128 + 8 * i for i in range(12)]
+    each = [dict(up=f32(64, n), down=f32(n, 64)) for n in widths]
+    for params in ([mlp_params()] * 12, each):
+        for budget in (0.0, 0.3, 2_000_000):
+            measured.clear()
+            remat.report(unrolled, budget=budget)(params, f32(96, 64))
+            assert len(measured) <= 14
 
 
 # ---- what is saved and what runs again -----------------------------------------------------------
