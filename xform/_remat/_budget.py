@@ -19,6 +19,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import jax
+import numpy as np
 
 from xform._amount import number
 from xform._compat import Jaxpr, Var, weakref_lru_cache
@@ -32,7 +33,7 @@ from xform._remat._primitive import linear_p
 from xform._remat._regions import ROW, Choice, Divide, Layer, layers
 from xform.jaxpr import source_line, walk
 
-type Budget = int | float | str
+type Budget = int | float | str | np.integer | np.floating
 
 # Of what is needed at once besides what is saved, the part that XLA may need more than is foreseen:
 # for copies in another layout, and for the parts of sums that it splits.
@@ -95,6 +96,8 @@ class Outer:
 
     def halves(self, jaxpr: Jaxpr, active: tuple[bool, ...]) -> Halves:
         plans = self.plans(jaxpr, active)
+        if not isinstance(self.budget, str) and not plans.reversible:
+            return plans.fastest.halves
         return (plans.saving if self.named else plans.within)(self.budget).halves
 
     def grown(self, before: int) -> Outer:
@@ -216,6 +219,16 @@ class Search:
         return self.candidate(Choice(math.inf))
 
     @cached_property
+    def reversible(self) -> bool:
+        """Whether there is a backward pass to plan for: a `while` has none."""
+        halves = self.fastest.halves
+        try:
+            halves.sketch((False,) * sum(halves.joint.varying))
+        except (NotImplementedError, TypeError, ValueError):
+            return False  # who differentiates backwards is told so by JAX then
+        return True
+
+    @cached_property
     def choices(self) -> list[Choice]:
         """What is tried first, from the fastest on: a few prices, and regions put together."""
         n = len(self._prices)
@@ -297,6 +310,7 @@ class Search:
         least = min(c.saved_bytes for c in plans)
         if isinstance(budget, float):
             budget = int(least + budget * (self.fastest.saved_bytes - least))
+        assert isinstance(budget, int)
         if fits := next((c for c in plans if c.saved_bytes <= budget), None):
             return fits
         raise BudgetError(self._saves_more(budget, least), least)

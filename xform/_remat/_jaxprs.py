@@ -120,7 +120,7 @@ class _Flat:
                 env.update(zip(eqn.outvars, outs, strict=True))
 
     def _append(
-        self, eqn: JaxprEqn, operands: Sequence[Atom], outs: Sequence[Var], source: Any
+        self, eqn: JaxprEqn, operands: list[Atom], outs: Sequence[Var], source: Any
     ) -> Sequence[Var]:
         """Adds an equation, unless it is there already; returns what holds its results."""
         if not has_effects(eqn):
