@@ -29,7 +29,6 @@ from xform._remat._halves import Halves
 from xform._remat._jaxprs import applied, build
 from xform._remat._kinds import kind_of, nbytes
 from xform._remat._plans import Inner, frontier_of
-from xform._remat._primitive import linear_p
 from xform._remat._regions import ROW, Choice, Divide, Layer, layers
 from xform.jaxpr import source_line, walk
 
@@ -284,9 +283,10 @@ class Search:
         while todo:
             halves = todo.pop()
             for site in walk(halves.joint.linear):
-                if site.eqn.primitive is linear_p and site.eqn.params["linear"] not in seen:
-                    seen.add(site.eqn.params["linear"])
-                    todo.append(site.eqn.params["linear"])
+                inner = site.eqn.params.get("linear")  # what `fuse` and `vmap` leave has no cut
+                if isinstance(inner, Halves) and inner not in seen:
+                    seen.add(inner)
+                    todo.append(inner)
             if halves.settings is not None:
                 found.append(frontier_of(halves.joint, halves.settings))
         return found
