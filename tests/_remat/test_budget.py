@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from jax.ad_checkpoint import checkpoint_name
 
-from xform import BudgetError, remat
+from xform import BudgetError, fuse, remat
 from xform._hlo import compile_for
 from xform._memory import temporaries_of
 from xform._remat._cut import Settings, frontier
@@ -163,6 +163,19 @@ def test_few_plans_are_measured_however_many_prices_there_are(monkeypatch):
             measured.clear()
             remat.report(unrolled, budget=budget)(params, f32(96, 64))
             assert len(measured) <= 14
+
+
+def test_what_fuse_and_vmap_leave_inside_may_have_a_budget():
+    narrow = fuse(lambda x: norm(x) * jax.nn.sigmoid(x))
+    inner = remat(lambda x: jnp.sin(x) * jnp.cos(x), budget="none")
+
+    def f(p, x):
+        return (jax.vmap(inner)(narrow(x) @ p["up"]) @ p["down"]).sum()
+
+    args = mlp_params(), f32(32, 64)
+    least, most = (remat.report(f, budget=b)(*args).peak for b in (0.0, "all"))
+    assert least < most
+    jax.eval_shape(gradient(f, budget=least), *args)
 
 
 # ---- what is saved and what runs again -----------------------------------------------------------
