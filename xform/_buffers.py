@@ -14,6 +14,7 @@
 
 from __future__ import annotations
 
+import bisect
 import copy
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -62,6 +63,8 @@ _IN_PLACE = _names(
 # Loops over tiles, which add up their results from zeros on.
 _ATTENTION = ("flex_attention", "tile_sum")
 _SPREAD = ("broadcast_in_dim", "iota")
+# What may need memory of its own while it runs, beside nodes with regions.
+_PASSING = (*_ATTENTION, "dot_general", "conv_general_dilated")
 # What reads other places than it writes.
 _MOVES = _names(
     "transpose copy rev gather concatenate pad slice dynamic_slice split broadcast_in_dim"
@@ -166,18 +169,21 @@ class Plan:
         for node in reversed(self.region.nodes):
             for v in node.outs if node.name not in ALIASES else ():
                 ends[v] = into = self._sinks(readers.get(v, ()), kept, ends)
-                worth = _worth_keeping(node, v, self.cpu)
-                # A CPU's compiler goes by who reads a value, of which here none needs it.
-                twice = len(into) > 1 and (_is_expensive(node, True) if self.cpu else worth)
-                if v in forced or not _fusible(node) or twice:
+                if v in forced or not _fusible(node) or (len(into) > 1 and self._twice(node, v)):
                     kept.add(v)
-                worth = worth and (v in direct or _is_expensive(node, self.cpu))
-                if self.cpu and v in forced and _fusible(node) and not worth:
-                    self.again[v] = frozenset()
+                if self.cpu and v in forced and _fusible(node):
+                    worth = v in direct or _is_expensive(node, True)
+                    if not (worth and _worth_keeping(node, v, True)):
+                        self.again[v] = frozenset()
         for v in self.stacked.intersection(self.region.inputs):
             if v in forced or len(self._sinks(readers.get(v, ()), kept, ends)) > 1:
                 kept.add(v)
         return kept
+
+    def _twice(self, node: Node, v: Value) -> bool:
+        """Whether a value is kept because several kernels read it."""
+        # A CPU's compiler goes by who reads a value, of which here none needs it.
+        return _is_expensive(node, True) if self.cpu else _worth_keeping(node, v, False)
 
     def _sinks(self, readers: Iterable[Node], kept: set[Value], ends: dict[Value, set]) -> set:
         """The kernels that compute a value with these readers inside; two stand for more."""
@@ -248,38 +254,38 @@ class Plan:
 
     def peak(self) -> Peak:
         """The most that is held at once beside arguments and results."""
-        nodes = self.region.nodes
-        heap = self._fit(self._spans())
-        passing = [self._passing(node) for node in nodes]
+        nodes, last = self.region.nodes, self.last_reads()
+        heap = self._fit(self._spans(last), last)
+        passing = self._all_passing()
         totals = self._totals(heap, passing)
         best = max(totals, default=0)
         at = totals.index(best) - 1 if best > 0 else None
         if at is None:
             return Peak()
         live = [span.at(at) for span in heap if span.start <= at <= span.end]
-        inside = passing[at] if at >= 0 else Peak()
+        inside = passing.get(at, Peak())
         return Peak(best, [*live, *inside.live], inside.node or nodes[max(at, 0)])
 
     def held(self) -> list[int]:
         """What is held at each node beside arguments and results."""
-        passing = [self._passing(node) for node in self.region.nodes]
-        return self._totals(self._fit(self._spans()), passing)[1:]
+        last = self.last_reads()
+        return self._totals(self._fit(self._spans(last), last), self._all_passing())[1:]
 
-    def _totals(self, heap: Iterable[_Span], passing: Sequence[Peak]) -> list[int]:
+    def _totals(self, heap: Iterable[_Span], passing: Mapping[int, Peak]) -> list[int]:
         """What is held before the first node, and at each."""
         change: dict[int, int] = {}
         for span in heap:
             change[span.start] = change.get(span.start, 0) + span.bytes
             change[span.end + 1] = change.get(span.end + 1, 0) - span.bytes
         now, totals = 0, []
-        for i in range(-1, len(passing)):
+        for i in range(-1, len(self.region.nodes)):
             now += change.get(i, 0)
-            totals.append(now + (passing[i].bytes if i >= 0 else 0))
+            totals.append(now + (passing[i].bytes if i in passing else 0))
         return totals
 
-    def _spans(self) -> list[_Span]:
+    def _spans(self, last: Mapping[Value, int]) -> list[_Span]:
         """The lives of all buffers but inputs, results that overwrite an operand as one with it."""
-        last, nodes = self.last_reads(), self.region.nodes
+        nodes = self.region.nodes
         spans: list[_Span] = [
             _Span(self.bytes(v), -1, last.get(v, -1), [(-1, v)])
             for v in self.region.inputs
@@ -298,11 +304,8 @@ class Plan:
                 if v not in self.kept or v in self.view or v in skip:
                     continue
                 size = self.bytes(v)
-                leaves = {x for may in _overwritten(node, j) for x in self.reads(node, may)}
-                leaves -= self.bent.get(v, frozenset())
-                span = next(
-                    (s for s in over if s.bytes == size and s.values[-1][1] in leaves), None
-                )
+                alike = [span for span in over if span.bytes == size]
+                span = self._written_over(node, j, alike) if alike else None
                 if span is None:
                     span = _Span(size, i, i, [])
                     spans.append(span)
@@ -315,6 +318,12 @@ class Plan:
                 span.end = max(i, last.get(v, i))
                 ending.setdefault(span.end, []).append(span)
         return [*spans, *zeros.values()]
+
+    def _written_over(self, node: Node, result: int, spans: Sequence[_Span]) -> _Span | None:
+        """Of memory that is read for the last time, the first that a node's result takes over."""
+        leaves = {x for may in _overwritten(node, result) for x in self.reads(node, may)}
+        leaves -= self.bent.get(node.outs[result], frozenset())
+        return next((span for span in spans if span.values[-1][1] in leaves), None)
 
     def _in_carry(self, last: Mapping[Value, int]) -> set[Value]:
         """New values of a loop's carry that are made where the old one is no longer needed."""
@@ -336,14 +345,14 @@ class Plan:
                 found.add(after)
         return found
 
-    def _fit(self, spans: list[_Span]) -> list[_Span]:
+    def _fit(self, spans: list[_Span], last: Mapping[Value, int]) -> list[_Span]:
         """What is left for the heap when results have lent their memory until they are made."""
         if self.body is not None and self.body.name in ("scan", "while"):
             return spans
         if self.body is not None:  # its results are those of the node outside
             results = {self.root(v) for v in self.region.outputs}
             return [span for span in spans if results.isdisjoint(v for _, v in span.values)]
-        n, last = len(self.region.nodes), self.last_reads()
+        n = len(self.region.nodes)
         made = {v: i for i, node in enumerate(self.region.nodes) for v in node.outs}
         homes: list[tuple[int, list[tuple[int, int]]]] = []
         # In the order of the program: where homes are alike, which of them is taken first decides.
@@ -355,6 +364,7 @@ class Plan:
                 busy.append((-1, last.get(before[v], -1)))
             homes.append((self.bytes(v), busy))
         homes.sort(key=lambda home: home[0])
+        sizes = [size for size, _ in homes]
         heap = []
         for span in sorted(spans, key=lambda s: -s.bytes):
             if any(v in results for _, v in span.values):
@@ -371,17 +381,24 @@ class Plan:
                 )
                 if not span.values:
                     continue
-            fits = (
-                busy
-                for size, busy in homes
-                if size >= span.bytes
-                and all(span.end < start or span.start > end for start, end in busy)
-            )
-            if (busy := next(fits, None)) is None:
+            large = homes[bisect.bisect_left(sizes, span.bytes) :]
+            # Each is in use from when its result is made; most spans end later.
+            free = (b for _, b in large if b[0][0] > span.end and _is_free(b, span))
+            busy = next(free, None)
+            if busy is None:
                 heap.append(span)
             else:
                 busy.append((span.start, span.end))
         return heap
+
+    def _all_passing(self) -> dict[int, Peak]:
+        """What exists only while a node runs, at the positions of those that need any."""
+        may = (
+            (i, node)
+            for i, node in enumerate(self.region.nodes)
+            if node.regions or node.name in _PASSING
+        )
+        return {i: self._passing(node) for i, node in may}
 
     def _passing(self, node: Node) -> Peak:
         """What exists only while a node runs."""
@@ -410,6 +427,12 @@ class Plan:
         return best
 
 
+def _is_free(busy: Sequence[tuple[int, int]], span: _Span) -> bool:
+    """Whether memory that is in use at some times is not while a span lasts."""
+    first, last = span.start, span.end
+    return not any(start <= last and first <= end for start, end in busy)
+
+
 @weakref_lru_cache
 def _peak_of(jaxpr: Jaxpr, cpu: bool, eager: bool) -> int:
     """The most that a program holds beyond its inputs: layers share one of an attention's."""
@@ -432,8 +455,11 @@ def _overwritten(node: Node, result: int) -> Sequence[Value]:
     return ()
 
 
+_FUSIBLE = CHEAP | EXPENSIVE | ALIASES
+
+
 def _fusible(node: Node) -> bool:
-    return node.name in CHEAP or node.name in EXPENSIVE or node.name in ALIASES
+    return node.name in _FUSIBLE
 
 
 def _fuses_operands(node: Node, v: Value) -> bool:

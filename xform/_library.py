@@ -42,21 +42,17 @@ class Made(Node):
     """A node that the compiler adds to a program, or that stands for several of them.
 
     Attributes:
-      does: "copy", "broadcast_in_dim" or "library".
+      name: "copy", "broadcast_in_dim" or "library".
       members: the nodes that it stands for.
     """
 
-    __slots__ = ("does", "members")
+    __slots__ = ("members",)
 
     def __init__(
-        self, does: str, at: Node, ins: list[Value], outs: list[Value], members: Sequence[Node] = ()
+        self, name: str, at: Node, ins: list[Value], outs: list[Value], members: Sequence[Node] = ()
     ):
         self.eqn, self.place, self.regions = at.eqn, at.place, {}
-        self.does, self.ins, self.outs, self.members = does, ins, outs, tuple(members)
-
-    @property
-    def name(self) -> str:
-        return self.does
+        self.name, self.ins, self.outs, self.members = name, ins, outs, tuple(members)
 
 
 def hand_over(region: Region) -> Region:

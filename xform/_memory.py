@@ -177,20 +177,10 @@ def memory_of(
 
     `at_once`: whether sums start as soon as they can, breadth first; by default on a CPU.
     """
-    donated = list(donated) or given_away(jaxpr)
-    name = device or jax.default_backend()
-    region = prune(merge(program(jaxpr, lower=lowered if "tpu" in name.lower() else dense)))
-    inputs = region.inputs[len(jaxpr.consts) :]
-    shares = _shares(region, inputs, args)
-    breadth_first = orders_breadth_first(name)
-    if breadth_first:
-        shares = _shared_alike(hand_over(region), shares)
+    plan, inputs = _planned(jaxpr, args, donated, device, at_once)
+    region, matched = plan.given, plan.donated
     names = list(names) or [f"[{i}]" for i in range(len(inputs))]
     label = {v: f"argument{name}" for v, name in zip(inputs, names, strict=True)}
-    matched = _match(inputs, donated, region.outputs)
-    plan = Plan(
-        region, shares, donated=matched, cpu=breadth_first, eager=breadth_first, at_once=at_once
-    )
     found = plan.peak()
     other = plan.otherwise().peak()
     taken = list(matched.values())
@@ -208,6 +198,34 @@ def memory_of(
         residuals=_largest(_residuals(plan)),
         peak_otherwise=fixed + other.bytes,
     )
+
+
+def temporaries_of(
+    jaxpr: Jaxpr, *, device: str | None = None, at_once: bool | None = None
+) -> tuple[int, int]:
+    """Returns what a closed jaxpr needs beside arguments and results, and that in another order."""
+    plan, _ = _planned(jaxpr, (), (), device, at_once)
+    return plan.peak().bytes, plan.otherwise().peak().bytes
+
+
+def _planned(
+    jaxpr: Jaxpr, args: Sequence[Any], donated: Sequence[bool], device: str | None,
+    at_once: bool | None,
+) -> tuple[Plan, list[Value]]:  # fmt: skip
+    """The buffers of a closed jaxpr, and its inputs; see `memory_of`."""
+    donated = list(donated) or given_away(jaxpr)
+    name = device or jax.default_backend()
+    region = prune(merge(program(jaxpr, lower=lowered if "tpu" in name.lower() else dense)))
+    inputs = region.inputs[len(jaxpr.consts) :]
+    shares = _shares(region, inputs, args)
+    breadth_first = orders_breadth_first(name)
+    if breadth_first:
+        shares = _shared_alike(hand_over(region), shares)
+    matched = _match(inputs, donated, region.outputs)
+    plan = Plan(
+        region, shares, donated=matched, cpu=breadth_first, eager=breadth_first, at_once=at_once
+    )
+    return plan, inputs
 
 
 # Of all of these the compiler orders a program for memory.
@@ -278,7 +296,7 @@ def _shares(region: Region, inputs: Sequence[Value], args: Sequence[Any]) -> dic
 
 def _shared_alike(region: Region, local: dict[Value, int]) -> dict[Value, int]:
     """Adds what is computed element by element, which is split as its operands are."""
-    for node in region.nodes:
+    for node in region.nodes if local else ():
         for out in node.outs:
             like = [v for v in node.ins if v in local and v.size == out.size and v.bytes]
             if out not in local and like and not node.regions:

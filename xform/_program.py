@@ -133,21 +133,19 @@ class Node:
 
     Attributes:
       eqn: the equation.
+      name: of its primitive.
       place: what encloses it.
       ins, outs: values read and made.
       regions: the bodies that it runs, by label; empty for a plain node.
     """
 
-    __slots__ = ("eqn", "ins", "outs", "place", "regions")
+    __slots__ = ("eqn", "ins", "name", "outs", "place", "regions")
 
     def __init__(self, eqn: JaxprEqn, place: Place, ins: list[Value]):
         self.eqn, self.place, self.ins = eqn, place, ins
+        self.name = eqn.primitive.name
         self.outs = [Value(v.aval, self) for v in eqn.outvars]
         self.regions: dict[str, Region] = {}
-
-    @property
-    def name(self) -> str:
-        return self.eqn.primitive.name
 
     @property
     def line(self) -> str:

@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 from jax.ad_checkpoint import checkpoint_name
 
-from xform import BudgetError, remat
+from xform import BudgetError, fuse, remat
 from xform._hlo import compile_for
+from xform._memory import temporaries_of
 from xform._remat._cut import Settings, frontier
 from xform._remat._jaxprs import flatten
 from xform._remat._joint import linearize
@@ -148,6 +149,33 @@ def test_scratch_memory_of_a_gpu_counts_where_there_are_products():
     assert error.value.least == budget + 2**21
     with pytest.raises(ValueError, match="abacus"):
         remat(f, device="abacus")
+
+
+def test_few_plans_are_measured_however_many_prices_there_are(monkeypatch):
+    """Measuring is what planning takes time for: of 12 layers of 12 widths, as of 12 equal ones."""
+    measured = []
+    count = lambda *args, **options: measured.append(1) or temporaries_of(*args, **options)
+    monkeypatch.setattr("xform._remat._budget.temporaries_of", count)
+    widths = [128 + 8 * i for i in range(12)]
+    each = [dict(up=f32(64, n), down=f32(n, 64)) for n in widths]
+    for params in ([mlp_params()] * 12, each):
+        for budget in (0.0, 0.3, 2_000_000):
+            measured.clear()
+            remat.report(unrolled, budget=budget)(params, f32(96, 64))
+            assert len(measured) <= 14
+
+
+def test_what_fuse_and_vmap_leave_inside_may_have_a_budget():
+    narrow = fuse(lambda x: norm(x) * jax.nn.sigmoid(x))
+    inner = remat(lambda x: jnp.sin(x) * jnp.cos(x), budget="none")
+
+    def f(p, x):
+        return (jax.vmap(inner)(narrow(x) @ p["up"]) @ p["down"]).sum()
+
+    args = mlp_params(), f32(32, 64)
+    least, most = (remat.report(f, budget=b)(*args).peak for b in (0.0, "all"))
+    assert least < most
+    jax.eval_shape(gradient(f, budget=least), *args)
 
 
 # ---- what is saved and what runs again -----------------------------------------------------------

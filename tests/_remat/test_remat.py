@@ -292,9 +292,11 @@ def test_jacobian_of_a_loop_that_runs_forward_only():
     f = lambda x: jax.lax.while_loop(
         lambda s: s[0] < 3, lambda s: (s[0] + 1, jnp.sin(s[1])), (0, x)
     )
-    same(jax.jacfwd(lambda x: remat(f)(x)[1])(0.3), jax.jacfwd(lambda x: f(x)[1])(0.3))
-    with pytest.raises(ValueError, match=r"[Rr]everse-mode differentiation does not work"):
-        jax.grad(lambda x: remat(f)(x)[1])(0.3)
+    for budget in ("all", "none", 0.0, 1000):
+        again = lambda x: remat(f, budget=budget)(x)[1]  # noqa: B023
+        same(jax.jacfwd(again)(0.3), jax.jacfwd(lambda x: f(x)[1])(0.3))
+        with pytest.raises(ValueError, match=r"[Rr]everse-mode differentiation does not work"):
+            jax.grad(again)(0.3)
 
 
 @pytest.mark.parametrize(
@@ -306,9 +308,35 @@ def test_jacobian_of_a_loop_that_runs_forward_only():
         (dict(budget=True), r"`budget=True`: it may be"),
         (dict(again=("gemm",)), r"`again` may name 'products', .*; found 'gemm'"),
         (dict(budget={"head": "none"}), r"`budget` names 'head'; the program has the scopes none"),
+        (dict(budget=float("nan")), r"`budget=nan`: it may be"),
+        (dict(offload=("h",)), r"`offload` names 'h'; the program has no names: mark"),
+        (
+            dict(offload="hidden"),
+            r"`offload='hidden'`: it is a collection, `offload=\('hidden',\)`",
+        ),
+        (dict(again="products"), r"`again='products'`: it is a collection"),
     ],
-    ids=["negative", "word", "above one", "bool", "kind", "scope"],
+    ids=[
+        *("negative", "word", "above one", "bool", "kind", "scope", "nan", "name"),
+        *("a word to offload", "a word to repeat"),
+    ],
 )
 def test_bad_arguments(options, message):
     with pytest.raises(ValueError, match=message):
         remat(jnp.sin, **options)(1.0)
+
+
+def test_mutable_arrays_are_refused_with_their_line():
+    def f(x):
+        ref = jax.new_ref(2 * x)
+        ref[...] = jnp.sin(ref[...])
+        return ref[...]
+
+    with pytest.raises(ValueError, match=r"mutable arrays.*: .*test_remat.py:\d+ \(.*f\)"):
+        remat(f)(1.0)
+
+
+def test_budgets_may_be_numbers_of_numpy():
+    f, x = lambda x: jnp.sum(jnp.sin(x) ** 2), normal(0, 4)
+    for budget in (np.float32(0.5), np.float64(0.5), np.int64(10**6)):
+        same(jax.grad(remat(f, budget=budget))(x), jax.grad(f)(x))

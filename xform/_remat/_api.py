@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -18,7 +17,7 @@ from xform._remat._kinds import KINDS
 from xform._remat._named import name_regions
 from xform._remat._primitive import region
 from xform._remat._report import Report, report_of
-from xform.jaxpr import intern
+from xform.jaxpr import intern, source_line, walk
 
 
 class _Remat:
@@ -67,14 +66,15 @@ class _Remat:
         Raises:
           BudgetError: while it is differentiated, if no plan fits the budget; with the least that
             one does, and the lines that need it.
-          ValueError: an argument is not one of these, or nothing has such a name.
+          ValueError: an argument is not one of these, or nothing has such a name; or `f` makes
+            mutable arrays.
 
         >>> import jax, jax.numpy as jnp
         >>> layers = lambda ws, x: jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, ws)[0]
         >>> loss = remat(lambda ws, x: jnp.sum(layers(ws, x) ** 2), budget=150_000)
         >>> gradient = jax.jit(jax.grad(loss))(jnp.ones((8, 32, 32)), jnp.ones((64, 32)))
         """
-        plan = _Plan(budget, frozenset(again), frozenset(offload), device)
+        plan = _Plan(budget, again, offload, device)
 
         @functools.wraps(f)
         def run(*args, **kwargs):
@@ -112,7 +112,7 @@ class _Remat:
         >>> [kept.what for kept in remat.report(f)(jnp.ones((8, 8)), jnp.ones((4, 8))).saved]
         ['tanh']
         """
-        plan = _Plan(budget, frozenset(again), frozenset(offload), device)
+        plan = _Plan(budget, again, offload, device)
 
         def told(*args, **kwargs) -> Report:
             traced = _traced(f, args, kwargs)
@@ -129,8 +129,12 @@ class _Plan:
     """What a call of `remat` asks for, checked."""
 
     def __init__(
-        self, budget: Any, again: frozenset[str], offload: frozenset[str], device: str | None
+        self, budget: Any, again: Collection[str], offload: Collection[str], device: str | None
     ):
+        for word, names in dict(again=again, offload=offload).items():
+            if isinstance(names, str):
+                raise ValueError(f"`{word}={names!r}`: it is a collection, `{word}=({names!r},)`.")
+        again, offload = frozenset(again), frozenset(offload)
         if unknown := sorted(again - set(KINDS)):
             raise ValueError(
                 f"`again` may name {', '.join(map(repr, KINDS))}; found "
@@ -146,8 +150,25 @@ class _Plan:
         }
 
     def program(self, jaxpr: Jaxpr) -> Jaxpr:
-        """The program with its named regions."""
+        """The program with its named regions, checked."""
+        eqns = [site.eqn for site in walk(jaxpr)]
+        if refs := dict.fromkeys(source_line(e) for e in eqns if e.primitive.name in _REFS):
+            raise ValueError(
+                "`remat` plans values, and these lines make mutable arrays, which can't be read a "
+                f"second time: {', '.join(refs)}. Call `remat` on parts without them."
+            )
+        names = {eqn.params["name"] for eqn in eqns if eqn.primitive.name == "name"}
+        if missing := sorted(self.settings.offload - names):
+            raise ValueError(
+                f"`offload` names {', '.join(map(repr, missing))}; the program has "
+                f"{', '.join(map(repr, sorted(names))) or 'no names'}: mark what is meant with "
+                "`jax.ad_checkpoint.checkpoint_name`."
+            )
         return intern(name_regions(jaxpr, self.named) if self.named else jaxpr)
+
+
+# What makes a mutable array.
+_REFS = ("new_ref", "empty_ref")
 
 
 def _checked(budget: Any) -> Budget:
@@ -155,8 +176,8 @@ def _checked(budget: Any) -> Budget:
         return budget
     if isinstance(budget, int | np.integer) and not isinstance(budget, bool) and budget >= 0:
         return int(budget)
-    if isinstance(budget, float) and 0 <= budget <= 1 and not math.isnan(budget):
-        return budget
+    if isinstance(budget, float | np.floating) and 0 <= budget <= 1:
+        return float(budget)
     raise ValueError(
         f"`budget={budget!r}`: it may be bytes (an int), a fraction (a float from 0.0 to 1.0), "
         '"all", "none", or a dict of these by the name of a `jax.named_scope`.'

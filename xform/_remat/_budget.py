@@ -3,6 +3,8 @@
 The plans are the same for every budget, and so are their peaks, which `xform.memory` finds for the
 whole program as it will run. Taking the first, from the fastest on, that fits makes a smaller
 budget never need more: if it takes another plan, then because the first needs more than it allows.
+That is done on a few plans; between the one that fits and the one before it others are looked for
+by bisection. To measure a plan is what takes time: of 32 layers about ten are.
 """
 
 from __future__ import annotations
@@ -17,20 +19,20 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import jax
+import numpy as np
 
 from xform._amount import number
 from xform._compat import Jaxpr, Var, weakref_lru_cache
-from xform._memory import Memory, memory_of, orders_breadth_first
+from xform._memory import Memory, memory_of, orders_breadth_first, temporaries_of
 from xform._remat._cut import Cut, Settings
 from xform._remat._halves import Halves
-from xform._remat._jaxprs import build, renamed, substitute
+from xform._remat._jaxprs import applied, build
 from xform._remat._kinds import kind_of, nbytes
 from xform._remat._plans import Inner, frontier_of
-from xform._remat._primitive import linear_p
 from xform._remat._regions import ROW, Choice, Divide, Layer, layers
 from xform.jaxpr import source_line, walk
 
-type Budget = int | float | str
+type Budget = int | float | str | np.integer | np.floating
 
 # Of what is needed at once besides what is saved, the part that XLA may need more than is foreseen:
 # for copies in another layout, and for the parts of sums that it splits.
@@ -38,6 +40,8 @@ _UNKNOWN = 0.25
 # Of partial sums, when a product has too few rows and columns for all of a GPU: XLA splits it until
 # each multiprocessor has a part, and such products often run side by side.
 _SCRATCH = 2 << 20
+# How many prices are tried before those between them.
+_PRICES = 5
 # Steps between two plans for a row of layers.
 _STEPS = 4
 
@@ -91,6 +95,8 @@ class Outer:
 
     def halves(self, jaxpr: Jaxpr, active: tuple[bool, ...]) -> Halves:
         plans = self.plans(jaxpr, active)
+        if not isinstance(self.budget, str) and not plans.reversible:
+            return plans.fastest.halves
         return (plans.saving if self.named else plans.within)(self.budget).halves
 
     def grown(self, before: int) -> Outer:
@@ -118,19 +124,15 @@ class Candidate:
 
     def program(self) -> Jaxpr:
         """Results and gradients in one, as it runs; made anew, since it is large."""
-        joint = self.halves.joint
-        first = renamed(self.halves.forward)
-        second, _ = self.halves.backward((False,) * sum(joint.varying))
-        second = renamed(second)
-        n, given = len(joint.outputs), dict(zip(joint.inputs, first.invars, strict=True))
+        joint, first = self.halves.joint, self.halves.forward
+        second = self.halves.sketch((False,) * sum(joint.varying))
+        n, inputs = len(joint.outputs), set(joint.inputs)
         made = iter(first.outvars[n:])
-        saved = [given[v] if v in given else next(made) for v in self.halves.saved]
-        names = dict(zip(second.invars, saved, strict=False))
-        after = [substitute(eqn, names) for eqn in second.eqns]
-        outs = [names.get(v, v) if isinstance(v, Var) else v for v in second.outvars]
+        saved = [v if v in inputs else next(made) for v in self.halves.saved]
+        cotangents = [Var(v.aval) for v in second.invars[len(saved) :]]
+        after, outs = applied(second, [*saved, *cotangents])
         consts = dict(zip(first.constvars, first.consts, strict=True))
         consts |= dict(zip(second.constvars, second.consts, strict=True))
-        cotangents = second.invars[len(saved) :]
         whole = build(
             [*consts, *first.invars, *cotangents], [*first.outvars[:n], *outs],
             [*first.eqns, *after],
@@ -156,15 +158,17 @@ class Candidate:
     @cached_property
     def peak(self) -> int:
         """Bytes beyond arguments and results, in the order that needs more."""
-        found = self.memory
-        most = found.temporaries + max(0, found.peak_otherwise - found.peak)
-        most = max(most, self._at_least)
+        both = temporaries_of(self.program(), device="accelerator", at_once=self.on_cpu)
+        most = max(*both, self.at_least)
         unknown = int(_UNKNOWN * max(0, most - self.saved_bytes))
         return most + unknown + self.scratch
 
     @cached_property
-    def _at_least(self) -> int:
-        """What is saved, but for what finds room where the results will be: one value in each."""
+    def at_least(self) -> int:
+        """Less than the peak: what is saved, but for what finds room where the results will be.
+
+        There is room for one value in each.
+        """
         joint = self.halves.joint
         gradients = (v for v, moves in zip(joint.inputs, joint.active, strict=True) if moves)
         homes = sorted(map(nbytes, [*joint.outputs, *gradients]))
@@ -178,7 +182,7 @@ class Candidate:
 
     def fits(self, budget: int) -> bool:
         """Whether it needs no more; what it saves may say so before all else is known."""
-        return self._at_least <= budget and self.peak <= budget
+        return self.at_least <= budget and self.peak <= budget
 
 
 @dataclass(eq=False)
@@ -214,11 +218,23 @@ class Search:
         return self.candidate(Choice(math.inf))
 
     @cached_property
+    def reversible(self) -> bool:
+        """Whether there is a backward pass to plan for: a `while` has none."""
+        halves = self.fastest.halves
+        try:
+            halves.sketch((False,) * sum(halves.joint.varying))
+        except (NotImplementedError, TypeError, ValueError):
+            return False  # who differentiates backwards is told so by JAX then
+        return True
+
+    @cached_property
     def choices(self) -> list[Choice]:
-        """What is tried, from the fastest on."""
-        prices = self._prices()
+        """What is tried first, from the fastest on: a few prices, and regions put together."""
+        n = len(self._prices)
+        some = sorted({round(i * (n - 1) / (_PRICES - 1)) for i in range(_PRICES)})
         together = [(math.inf, 2), (0.0, 2), (0.0, 3)] if self.divided else []
-        return [*map(Choice, prices), *(Choice(price, levels=n) for price, n in together)]
+        few = (Choice(self._prices[i]) for i in some)
+        return [*few, *(Choice(price, levels=n) for price, n in together)]
 
     @cached_property
     def divided(self) -> int:
@@ -235,7 +251,13 @@ class Search:
     def _layers(self) -> list[Layer]:
         return layers(self.jaxpr, (True,) * len(self.jaxpr.invars))
 
-    def _finer(self, fast: Choice, small: Choice) -> list[Choice]:
+    def _between(self, fast: Choice, small: Choice) -> list[Choice]:
+        """The prices between two."""
+        if fast.levels != small.levels:
+            return []
+        return [Choice(price) for price in self._prices if fast.price > price > small.price]
+
+    def _mixed(self, fast: Choice, small: Choice) -> list[Choice]:
         """Between two plans for a row of layers: those where the first layers follow the second."""
         n = len(self._layers)
         if n < ROW or fast.levels != small.levels:
@@ -243,6 +265,7 @@ class Search:
         steps = dict.fromkeys(n * i // _STEPS for i in range(1, _STEPS))
         return [replace(fast, early=k, early_price=small.price) for k in steps if k]
 
+    @cached_property
     def _prices(self) -> list[float]:
         """One price between any two at which a region changes its mind."""
         known = {math.inf}
@@ -260,27 +283,34 @@ class Search:
         while todo:
             halves = todo.pop()
             for site in walk(halves.joint.linear):
-                if site.eqn.primitive is linear_p and site.eqn.params["linear"] not in seen:
-                    seen.add(site.eqn.params["linear"])
-                    todo.append(site.eqn.params["linear"])
+                inner = site.eqn.params.get("linear")  # what `fuse` and `vmap` leave has no cut
+                if isinstance(inner, Halves) and inner not in seen:
+                    seen.add(inner)
+                    todo.append(inner)
             if halves.settings is not None:
                 found.append(frontier_of(halves.joint, halves.settings))
         return found
 
     @cached_property
     def least(self) -> Candidate:
-        """The plan that needs least."""
-        return min(self.candidates, key=lambda c: c.peak)
+        """The plan that needs least; what saves more than that is not measured."""
+        first, *others = sorted(self.candidates, key=lambda c: c.at_least)
+        best = first
+        for candidate in others:
+            if candidate.at_least < best.peak > candidate.peak:
+                best = candidate
+        return best
 
     @_uncollected()
     def saving(self, budget: Budget) -> Candidate:
         """The fastest plan that saves so much."""
         if isinstance(budget, str):
             return self.within(budget)
-        plans = [self.candidate(Choice(price)) for price in self._prices()]
+        plans = [self.candidate(Choice(price)) for price in self._prices]
         least = min(c.saved_bytes for c in plans)
         if isinstance(budget, float):
             budget = int(least + budget * (self.fastest.saved_bytes - least))
+        assert isinstance(budget, int)
         if fits := next((c for c in plans if c.saved_bytes <= budget), None):
             return fits
         raise BudgetError(self._saves_more(budget, least), least)
@@ -292,18 +322,29 @@ class Search:
             return {"all": self.fastest, "none": self.candidate(Choice(0.0))}[budget]
         if isinstance(budget, float):
             least = self.least.peak
-            budget = int(least + budget * max(0, self.fastest.peak - least))
+            more = budget and budget * max(0, self.fastest.peak - least)
+            budget = int(least + more)
         assert isinstance(budget, int)
         before = None
         for choice in self.choices:
-            if (found := self.candidate(choice)).fits(budget):
-                finer = self._finer(before, choice) if before else []
-                between = map(self.candidate, finer)
-                # One that needs less than the slower plan would break the order of budgets.
-                better = (c for c in between if c.fits(budget) and c.peak >= found.peak)
-                return next(better, found)
+            if self.candidate(choice).fits(budget):
+                return self.candidate(self._faster(budget, before, choice) if before else choice)
             before = choice
         raise BudgetError(self._too_small(budget), self.least.peak)
+
+    def _faster(self, budget: int, fast: Choice, fits: Choice) -> Choice:
+        """Of the plans from one that doesn't fit to one that does a fast one that fits."""
+        for finer in (self._between, self._mixed):
+            some = [fast, *finer(fast, fits), fits]
+            low, high = 0, len(some) - 1
+            while high - low > 1:
+                middle = (low + high) // 2
+                found, known = self.candidate(some[middle]), self.candidate(some[high])
+                # One that needs less than a slower plan would break the order of budgets.
+                good = found.fits(budget) and found.peak >= known.peak
+                low, high = (low, middle) if good else (middle, high)
+            fast, fits = some[low], some[high]
+        return fits
 
     def _saves_more(self, budget: int, least: int) -> str:
         halves = self.candidate(Choice(0.0)).halves

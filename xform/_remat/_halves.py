@@ -97,11 +97,18 @@ class Halves:
     def backward(self, zeros: tuple[bool, ...]) -> tuple[Jaxpr, tuple[bool, ...]]:
         """From `saved` and cotangents to cotangents; see `Joint.transposed`."""
         if zeros not in self._backward:
-            self._backward[zeros] = self._make_backward(zeros)
+            program, gone = self.joint.transposed(zeros)
+            self._backward[zeros] = self._late(program), gone
         return self._backward[zeros]
 
-    def _make_backward(self, zeros: tuple[bool, ...]) -> tuple[Jaxpr, tuple[bool, ...]]:
-        program, gone = self.joint.transposed(zeros)
+    def sketch(self, zeros: tuple[bool, ...]) -> Jaxpr:
+        """What `backward` computes; for a row, which repeats nothing, in calls of its layers."""
+        if self.settings is not None:
+            return self.backward(zeros)[0]
+        return self._late(self.joint.turned(zeros)[0])
+
+    def _late(self, program: Jaxpr) -> Jaxpr:
+        """A linear part backwards, from what is saved, each value again before its first use."""
         constants = dict(zip(program.constvars, program.consts, strict=True))
         n = len(self.joint.needed)
         cotangents = program.invars[n:]
@@ -120,7 +127,7 @@ class Halves:
         outs = [again.read(v) for v in program.outvars]
         again.prepare(v for v in outs if isinstance(v, Var))
         eqns = live(again.eqns, outs)
-        return self._closed(outer, outs, eqns, constants), gone
+        return self._closed(outer, outs, eqns, constants)
 
     def _fetched(self, host: Var, v: Var) -> list[JaxprEqn]:
         """What brings a value back to the device that the host may have kept."""

@@ -16,6 +16,7 @@ from xform._compat import (
     Primitive,
     Var,
     new_jaxpr_eqn,
+    weakref_lru_cache,
     wrap_init,
 )
 from xform.jaxpr._interpret import called
@@ -47,7 +48,9 @@ _NAMELESS = DebugInfo("remat", "xform.remat", None, None)
 
 def has_effects(eqn: JaxprEqn) -> bool:
     """Whether an equation does more than make its results; to name a mesh axis is no more."""
-    return any(type(effect).__name__ != "NamedAxisEffect" for effect in eqn.effects)
+    return bool(eqn.effects) and any(
+        type(effect).__name__ != "NamedAxisEffect" for effect in eqn.effects
+    )
 
 
 def flatten(jaxpr: Jaxpr) -> tuple[Jaxpr, list]:
@@ -56,12 +59,21 @@ def flatten(jaxpr: Jaxpr) -> tuple[Jaxpr, list]:
     What it computes twice it then computes once, what nothing needs not at all.
     """
     flat = _Flat()
-    for var, value in zip(jaxpr.constvars, jaxpr.consts, strict=True):
-        flat.constant(var, value)
-    flat.add(jaxpr, ())
-    outputs = [flat.read(v) for v in jaxpr.outvars]
+    env = flat.constants(jaxpr)
+    flat.add(jaxpr, env, ())
+    outputs = [_read(env, v) for v in jaxpr.outvars]
     eqns = live(flat.eqns, outputs)
-    return build([*flat.consts, *jaxpr.invars], outputs, eqns), list(flat.consts.values())
+    consts = flat.consts.values()
+    return build([*(v for v, _ in consts), *jaxpr.invars], outputs, eqns), [x for _, x in consts]
+
+
+@weakref_lru_cache
+def without_calls(jaxpr: Jaxpr) -> Jaxpr:
+    """Returns a program with what `call` stands for in its place."""
+    if not any(eqn.primitive is _call_p for eqn in jaxpr.eqns):
+        return jaxpr
+    program, consts = flatten(jaxpr)
+    return program.with_consts(consts) if consts else program
 
 
 class _Flat:
@@ -69,55 +81,63 @@ class _Flat:
 
     def __init__(self):
         self.eqns: list[JaxprEqn] = []
-        self.consts: dict[Var, object] = {}
-        self.same: dict[Var, Atom] = {}
-        self.made: dict[object, JaxprEqn] = {}
+        self.consts: dict[int, tuple[Var, object]] = {}
+        self.made: dict[object, Sequence[Var]] = {}
 
-    def read(self, atom: Atom) -> Atom:
-        return atom if isinstance(atom, Literal) else self.same.get(atom, atom)
+    def constants(self, jaxpr: Jaxpr) -> dict[Var, Atom]:
+        """The variables that hold the constants of a program: one for each value."""
+        pairs = zip(jaxpr.constvars, jaxpr.consts, strict=True)
+        return {v: self.consts.setdefault(id(x), (v, x))[0] for v, x in pairs}
 
-    def constant(self, var: Var, value: object) -> None:
-        twin = next((v for v, known in self.consts.items() if known is value), var)
-        self.consts[twin] = value
-        if twin is not var:
-            self.same[var] = twin
+    def add(self, jaxpr: Jaxpr, env: dict[Var, Atom], scope: Sequence, caller: Any = None) -> None:
+        """Adds a program's equations; those that have no line are of the line that calls them.
 
-    def add(self, jaxpr: Jaxpr, scope: Sequence, caller: Any = None) -> None:
-        """Adds a program's equations; those that have no line are of the line that calls them."""
+        Args:
+          jaxpr: the program.
+          env: what stands for its variables, for those that something else does.
+          scope: the name stacks of what calls it, outermost first. What is called gets variables
+            of its own, since it may be called twice.
+          caller: the traceback of what calls it.
+        """
         for eqn in jaxpr.eqns:
-            own = eqn.source_info.traceback
-            traceback = caller if caller and source_line(eqn) == UNKNOWN else own
-            operands = [self.read(v) for v in eqn.invars]
+            source = eqn.source_info
+            traceback = source.traceback
+            if caller and source_line(eqn) == UNKNOWN:
+                traceback = caller
+            operands = [_read(env, v) for v in eqn.invars]
             body = called(eqn) if eqn.primitive.name in _CALLS and _placed_freely(eqn) else None
-            stack = eqn.source_info.name_stack
             if body is None:
-                source = eqn.source_info.replace(
-                    name_stack=_within(scope, stack), traceback=traceback
-                )
-                self._append(eqn.replace(invars=operands, source_info=source))
-                continue
-            # The body may be called twice: its variables are new each time.
-            body = renamed(body)
-            self.same.update(zip(body.invars, operands, strict=True))
-            for var, value in zip(body.constvars, body.consts, strict=True):
-                self.constant(var, value)
-            self.add(body, (*scope, stack), traceback)
-            outs = [self.read(v) for v in body.outvars]
-            self.same.update(zip(eqn.outvars, outs, strict=True))
+                if scope:
+                    stack = _within(scope, source.name_stack)
+                    source = source.replace(name_stack=stack, traceback=traceback)
+                outs = [Var(v.aval) for v in eqn.outvars] if scope else eqn.outvars
+                outs = self._append(eqn, operands, outs, source)
+            else:
+                inner = {**self.constants(body), **dict(zip(body.invars, operands, strict=True))}
+                self.add(body, inner, (*scope, source.name_stack), traceback)
+                outs = [_read(inner, v) for v in body.outvars]
+            if outs is not eqn.outvars:
+                env.update(zip(eqn.outvars, outs, strict=True))
 
-    def _append(self, eqn: JaxprEqn) -> None:
-        """Adds an equation, unless it is there already."""
+    def _append(
+        self, eqn: JaxprEqn, operands: list[Atom], outs: Sequence[Var], source: Any
+    ) -> Sequence[Var]:
+        """Adds an equation, unless it is there already; returns what holds its results."""
         if not has_effects(eqn):
-            operands = tuple(_identity(v) for v in eqn.invars)
+            key = eqn.primitive, tuple(map(_identity, operands)), tuple(eqn.params.items())
             try:
-                key = eqn.primitive, operands, tuple(eqn.params.items())
-                twin = self.made.setdefault(key, eqn)
+                found = self.made.setdefault(key, outs)
             except TypeError:  # a parameter that can't be compared
-                twin = eqn
-            if twin is not eqn:
-                self.same.update(zip(eqn.outvars, twin.outvars, strict=True))
-                return
-        self.eqns.append(eqn)
+                found = outs
+            if found is not outs:
+                return found
+        new: list = list(outs)
+        self.eqns.append(eqn.replace(invars=operands, outvars=new, source_info=source))
+        return outs
+
+
+def _read(env: Mapping[Var, Atom], atom: Atom) -> Atom:
+    return atom if isinstance(atom, Literal) else env.get(atom, atom)
 
 
 def _identity(atom: Atom) -> object:
@@ -138,19 +158,14 @@ def _placed_freely(eqn: JaxprEqn) -> bool:
     return all(type(s).__name__ == "UnspecifiedValue" for s in said)
 
 
-def renamed(jaxpr: Jaxpr) -> Jaxpr:
-    """Returns the same program with variables of its own."""
-    new: dict[Var, Var] = {v: Var(v.aval) for v in [*jaxpr.constvars, *jaxpr.invars]}
+def applied(jaxpr: Jaxpr, inputs: Sequence[Atom]) -> tuple[list[JaxprEqn], list[Atom]]:
+    """Returns a program's equations and results, read from these inputs; all else is new."""
+    new: dict[Var, Atom] = dict(zip(jaxpr.invars, inputs, strict=True))
     eqns = []
     for eqn in jaxpr.eqns:
         new.update((v, Var(v.aval)) for v in eqn.outvars)
         eqns.append(substitute(eqn, new))
-    binders = [new[v] for v in [*jaxpr.constvars, *jaxpr.invars]]
-    outputs: list = [new[v] if isinstance(v, Var) else v for v in jaxpr.outvars]
-    return Jaxpr(
-        binders[: len(jaxpr.consts)], binders[len(jaxpr.consts) :], outputs, eqns,
-        jaxpr.effects, jaxpr.debug_info.with_unknown_names(), consts=jaxpr.consts,
-    )  # fmt: skip
+    return eqns, [_read(new, v) for v in jaxpr.outvars]
 
 
 def substitute(eqn: JaxprEqn, new: Mapping[Var, Atom]) -> JaxprEqn:
@@ -165,8 +180,8 @@ def live(eqns: Sequence[JaxprEqn], needed: Iterable[Atom]) -> list[JaxprEqn]:
     wanted = {v for v in needed if isinstance(v, Var)}
     kept = []
     for eqn in reversed(eqns):
-        if has_effects(eqn) or not wanted.isdisjoint(eqn.outvars):
-            wanted.update(v for v in eqn.invars if isinstance(v, Var))
+        if not wanted.isdisjoint(eqn.outvars) or has_effects(eqn):
+            wanted.update([v for v in eqn.invars if isinstance(v, Var)])
             kept.append(eqn)
     return kept[::-1]
 

@@ -15,7 +15,7 @@ from functools import cached_property
 from jax.interpreters import ad
 
 from xform._compat import Jaxpr, JaxprEqn, Var, linearize_jaxpr
-from xform._remat._jaxprs import Atom, build, flatten, retrace, substitute
+from xform._remat._jaxprs import Atom, build, flatten, retrace, substitute, without_calls
 from xform._remat._kinds import flops
 
 
@@ -53,7 +53,7 @@ class Joint:
       linear: from `needed` and the tangents of `active` inputs to those of `varying` outputs.
       active: which inputs have tangents.
       varying: which outputs have tangents.
-      transpose: turns `linear` round.
+      transpose: turns `linear` round; its result may call other programs.
     """
 
     inputs: Sequence[Var]
@@ -65,9 +65,7 @@ class Joint:
     active: tuple[bool, ...]
     varying: tuple[bool, ...]
     transpose: Callable[..., tuple[Jaxpr, tuple[bool, ...]]] = transpose
-    _transposed: dict[tuple[bool, ...], tuple[Jaxpr, tuple[bool, ...]]] = field(
-        default_factory=dict
-    )
+    _turned: dict[tuple[bool, ...], tuple[Jaxpr, tuple[bool, ...]]] = field(default_factory=dict)
 
     @cached_property
     def work(self) -> list[int]:
@@ -85,9 +83,14 @@ class Joint:
           A program from `needed` and the other cotangents to cotangents of `active` inputs, and
           which of these are zero, and no results of it.
         """
-        if zeros not in self._transposed:
-            self._transposed[zeros] = self.transpose(self.linear, len(self.needed), zeros)
-        return self._transposed[zeros]
+        program, gone = self.turned(zeros)
+        return without_calls(program), gone
+
+    def turned(self, zeros: tuple[bool, ...]) -> tuple[Jaxpr, tuple[bool, ...]]:
+        """The same; that of a row calls what its layers do."""
+        if zeros not in self._turned:
+            self._turned[zeros] = self.transpose(self.linear, len(self.needed), zeros)
+        return self._turned[zeros]
 
 
 def linearize(jaxpr: Jaxpr, active: Sequence[bool]) -> Joint:

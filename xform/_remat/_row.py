@@ -145,6 +145,4 @@ def _transpose(linear: Jaxpr, n: int, zeros: tuple[bool, ...]) -> tuple[Jaxpr, t
             add(v, cotangent)
     found = [sums.get(v) for v in linear.invars[n:]]
     outs = [v for v in found if v is not None]
-    program, consts = flatten(build([*own.values(), *given], outs, eqns))
-    program = program.with_consts(consts) if consts else program
-    return program, tuple(v is None for v in found)
+    return build([*own.values(), *given], outs, eqns), tuple(v is None for v in found)
