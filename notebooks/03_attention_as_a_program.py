@@ -355,7 +355,7 @@ plt.show()
 # What a layer of attention under this mask can't do is to hear from further away than one bond.
 # So after `n` layers an atom knows of those within `n` bonds and of no others, exactly: what a
 # mask hides has no influence at all, not a small one. The derivative of an atom's state by that
-# of an oxygen shows it.
+# of an oxygen shows it; atoms where it is exactly 0 are the colour of sand.
 
 # %%
 x = jax.random.normal(jax.random.key(5), (1, 14, 1, 8))
@@ -378,12 +378,13 @@ def influence(source):
     return jnp.linalg.norm(jax.jacfwd(states)(x[0, source, 0]), axis=(2, 3))
 
 
-scale = LogNorm(1e-6, 1)
+scale = LogNorm(1e-7, 1)
+colours = plt.get_cmap("Blues").with_extremes(bad="#f2d9c0")
 felt_by_layer = influence(7)
 _, panels = plt.subplots(1, 4, figsize=(12, 3.2))
 for ax, n in zip(panels, (1, 2, 4, 6), strict=True):
     felt = felt_by_layer[n - 1]
-    sketch(ax, np.where(felt > 0, felt, np.nan), cmap="Blues", norm=scale, plotnonfinite=True)
+    sketch(ax, np.where(felt > 0, felt, np.nan), cmap=colours, norm=scale, plotnonfinite=True)
     ax.scatter(*place[7], s=420, facecolor="none", edgecolor="#b5332e", linewidth=2)
     ax.set_title(f"{n} layer{'s' * (n > 1)}: {int((felt > 0).sum())} atoms", size=10)
 plt.colorbar(
