@@ -148,11 +148,12 @@ ax.legend(frameon=False)
 plt.show()
 
 # %% [markdown]
-# Points below the slope wait for something else than memory: small products for their overhead.
-# Points above it show where the model ends: what fits into a cache need not come from memory. And
-# long chains of multiply-adds end far below the flat part, since each waits for the result of the
-# one before it, which neither side of the roof knows of. A product of matrices has many sums to
-# add to meanwhile; it is the one thing that a processor is built to do at its peak.
+# Points below the slope wait for something else than what memory can do at best: small products
+# for their overhead, multiply-adds for the fresh pages that each new result is given. Points above
+# it show where the model ends: what fits into a cache need not come from memory. And long chains of
+# multiply-adds end far below the flat part, since each waits for the result of the one before it,
+# which neither side of the roof knows of. A product of matrices has many sums to add to meanwhile;
+# it is the one thing that a processor is built to do at its peak.
 #
 # ## A transformer, from its shapes
 #
