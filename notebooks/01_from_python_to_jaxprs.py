@@ -49,7 +49,7 @@ trace(horner, 0.1)
 # Traced, the function ran too: it printed. But `x` was a *tracer*, which knows its shape and
 # dtype (`f32[]`) and no value. Each operation on it left an **equation**: `name:type = primitive
 # operands`. The Python around them is gone. The loop was run, so that its three turns lie one
-# after the other the `if` was decided, because `c` is a Python number; `y * x` with `y = 0.0` was
+# after the other; the `if` was decided, because `c` is a Python number; `y * x` with `y = 0.0` was
 # written down although it is zero: a trace is what the program says, and nobody has simplified
 # it.
 #
@@ -420,8 +420,8 @@ plt.show()
 
 # %% [markdown]
 # Three bits are enough for two spirals: the curve is rougher than that of float32 and ends where
-# it ends. With none, products see powers of two alone, and the loss stays where it was after a
-# hundred steps. To ask the question of another network is to call `rewrite` on it.
+# it ends. With none, products see powers of two alone, and after two hundred steps the loss hardly
+# falls any more. To ask the question of another network is to call `rewrite` on it.
 #
 # ## What to take home
 #

@@ -348,7 +348,7 @@ plt.show()
 # A flat floor whose height is the mantissa, and a slope to the left where the exponent ends and
 # digits are lost one by one, until nothing is left (an error of 1). bfloat16 has a high floor and
 # no slope in sight; that of float16 lies three bits lower, slopes below 2⁻¹⁴ and ends at 65504;
-# and the floor of `e2m1` is three powers of two wide.
+# and the floor of `e2m1` is not three powers of two wide.
 #
 # ## Scales
 #

@@ -91,10 +91,10 @@ plt.show()
 # usual size, and four rows of the page, which are a batch. What is held out is another text.
 
 # %%
-STEPS, LENGTH = 80, 222
+STEPS, LENGTH = 60, 222
 MODEL = "layers=2 width=64 heads=4 kv-heads=4 head-size=16 hidden=160"
 FLAGS = [f"--data={work / 'page.txt'}", f"--held-out={work / 'other.txt'}", "--batch=4"]
-FLAGS += [f"--steps={STEPS}", f"--length={LENGTH}", "--learning-rate=6e-3", "--save-every=10"]
+FLAGS += [f"--steps={STEPS}", f"--length={LENGTH}", "--learning-rate=8e-3", "--save-every=10"]
 FLAGS += ["--dp=4", "--tp=2", "--prompt=The Zen of Python", "--temperature=0"]
 FLAGS += [f"--model.{flag}" for flag in MODEL.split()]
 ENV = {
@@ -122,10 +122,10 @@ def losses(folder):
     return [json.loads(line)["loss"] for line in lines if line.endswith("\n")]
 
 
-def wait_for(process, condition):
+def wait_for(process, condition, every=0.05):
     while not condition():
         assert process.poll() is None, "the run has ended"
-        time.sleep(0.001)
+        time.sleep(every)
 
 
 whole, broken = work / "whole", work / "broken"
@@ -141,12 +141,12 @@ print("train.py", shlex.join(flag for flag in FLAGS if not flag.startswith(quiet
 # ## Kill
 #
 # The other one gets `SIGKILL`, which no program can catch: the process is gone between two
-# instructions, as when power fails. And we wait for the worst moment, in which a checkpoint is
-# half written.
+# instructions, as when power fails. And we wait for the worst moment: one checkpoint is there, and
+# the next is half written.
 
 # %% tags=["measured"]
-wait_for(victim, lambda: len(losses(broken)) >= 15)
-wait_for(victim, lambda: any(broken.glob("checkpoints/*.orbax-checkpoint-tmp")))
+wait_for(victim, lambda: any(path.name.isdigit() for path in broken.glob("checkpoints/*")))
+wait_for(victim, lambda: any(broken.glob("checkpoints/*.orbax-checkpoint-tmp")), 0.001)
 victim.send_signal(signal.SIGKILL)
 victim.wait()
 killed = losses(broken)
@@ -169,7 +169,7 @@ for path in sorted(broken.glob("checkpoints/*"), key=lambda path: path.stat().st
 
 # %% tags=["measured"]
 second = start(broken, "--resume")
-wait_for(second, lambda: len(losses(broken)) >= 33)
+wait_for(second, lambda: len(losses(broken)) >= len(killed) + 8)
 second.send_signal(signal.SIGTERM)
 code = second.wait()
 asked = len(losses(broken))

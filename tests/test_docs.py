@@ -4,6 +4,7 @@ import ast
 import importlib
 import inspect
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -149,6 +150,29 @@ def test_blocks_of_a_page_run(page):
             run(code, here(page), scope)
             ran += 1
     assert ran
+
+
+# What the flags of an example's command line make.
+CONFIGS = {"train": "Config", "generate": "Config", "hugging_face": "Asked", "train_ray": "Asked"}
+COMMANDS = [
+    line.partition("examples/")[2].rstrip(" &")
+    for path in (ROOT / "README.md", *PAGES)
+    for language, title, code in FENCE.findall(path.read_text())
+    if language == "sh" and title not in OTHERS
+    for line in code.replace("\\\n", " ").splitlines()
+    if "examples/" in line
+]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_command_has_flags_that_there_are(command):
+    tyro = pytest.importorskip("tyro")
+    script, *flags = shlex.split(command)
+    if script == "train_ray.py":
+        pytest.importorskip("ray")
+    name = script.removesuffix(".py")
+    config = getattr(importlib.import_module(name), CONFIGS[name])
+    assert isinstance(tyro.cli(config, args=flags), config)
 
 
 # ---- claims --------------------------------------------------------------------------------------
