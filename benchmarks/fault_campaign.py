@@ -39,9 +39,10 @@ sys.path[:0] = [str(ROOT), str(ROOT / "examples")]
 TOLERANCE = 1e-5
 HUNG = 75
 LOG = "faults.jsonl"
-# Processes fork from one that has imported everything and started nothing: 5 s less for each.
+# Processes fork from one that has imported everything and started nothing: 6 s less for each.
 CONTEXT = get_context("forkserver")
-CONTEXT.set_forkserver_preload(["train", "matplotlib.figure"])
+LATE = ["matplotlib.backends.backend_agg", "grain.python", "jaxlib.mlir.dialects.mhlo"]
+CONTEXT.set_forkserver_preload(["train", *LATE])
 
 
 # ---- in a process that trains --------------------------------------------------------------------
@@ -139,6 +140,9 @@ def work(life: Life, rank: int, log: str) -> None:
 
     cpu_devices(1)
     jax.config.update("jax_platforms", "cpu")
+    # Lives run the same programs: the first one compiles them for all.
+    jax.config.update("jax_compilation_cache_dir", str(life.folder.parent / "compiled"))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     if life.fault and rank == life.rank:
         FAULTS[life.fault].install(life)
     with run.told(train.__file__):

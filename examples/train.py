@@ -207,7 +207,7 @@ def main(config: Config) -> None:
         state, done = fit(config, mesh, rows, folder, stop, info, clock)
         clock.enter("end")
         print(Ledger.of(x["seconds"] for x in entries(folder / "metrics.jsonl") if "seconds" in x))
-        if stop.signal:
+        if processes.asked_to(stop) and stop.signal:
             print(f"stopped after step {done}, which is saved; to go on: --run {folder} --resume")
             sys.exit(128 + stop.signal)
         tell(config, mesh, state, held_out, tokenizer)
