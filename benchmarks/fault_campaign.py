@@ -21,12 +21,14 @@ import signal
 import socket
 import sys
 import tempfile
+import threading
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
-from multiprocessing import get_context, parent_process
+from multiprocessing import active_children, get_context, parent_process
+from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from statistics import mean
@@ -125,8 +127,22 @@ def fill_the_disk() -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (1024, resource.RLIM_INFINITY))
 
 
+def end_with_parent() -> None:
+    """Has this process end, and those that it started, once the one that started it is gone."""
+
+    def watch() -> None:
+        parent = parent_process()
+        wait([parent.sentinel] if parent else [])
+        for child in active_children():  # one that is stopped can't watch by itself
+            child.kill()
+        os._exit(1)
+
+    threading.Thread(target=watch, name="watch of the parent", daemon=True).start()
+
+
 def work(life: Life, rank: int, log: str) -> None:
     """Trains, as one of some processes, until the fault."""
+    end_with_parent()
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(file, 1)
     os.dup2(file, 2)
@@ -275,8 +291,8 @@ def live(life: Life, limit: float = 600.0) -> Outcome:
 def let_come(life: Life, workers: Sequence[BaseProcess], limit: float) -> bool:
     """Returns whether processes ended in time, or one of them badly, once the fault has come."""
     fault, since, end = FAULTS.get(life.fault or "", Fault()), time.time(), time.monotonic() + limit
-    whole, stopped = parent_process(), None
-    while time.monotonic() < end and (whole is None or whole.is_alive()):
+    stopped = None
+    while time.monotonic() < end:
         if fault.send and not stopped and reached(life, since):
             stopped = workers[life.rank]
             os.kill(stopped.pid or 0, fault.send)
@@ -456,7 +472,7 @@ def main() -> None:
         campaign.undisturbed()
         came = Counter(line["fault"] for line in before)
         left, n = shuffled(asked.kinds, asked.faults, came, asked.seed), asked.at_once
-        with ProcessPoolExecutor(n, mp_context=CONTEXT) as pool:
+        with ProcessPoolExecutor(n, CONTEXT, initializer=end_with_parent) as pool:
             parts = [pool.submit(disturb, campaign, left[i::n], i) for i in range(n)]
         log, wrong = lines_in(root, LOG), [error for part in parts if (error := part.exception())]
     print(table(log))
