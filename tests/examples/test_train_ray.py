@@ -18,7 +18,7 @@ pytest.importorskip("orbax.checkpoint")
 pytest.importorskip("tyro")
 
 ROOT = Path(__file__).parents[2]
-STEPS = 200
+STEPS = 60
 PATIENCE = 900.0  # Ray alone takes minutes to start on a busy machine
 CONFIG = [
     *("--batch=8", "--length=32", "--dp=8", "--tp=1", f"--steps={STEPS}", "--save-every=5"),
@@ -82,11 +82,11 @@ def test_workers_that_are_killed_go_on_as_many_or_fewer_with_the_losses_of_no_ra
     folder = tmp_path / "ray"
     driver = run("train_ray.py", folder, "--workers=2")
     try:
-        until(driver, folder, 12)
+        until(driver, folder, 8)
         workers = [p for p, command in descendants(driver.pid).items() if "TrainWorker" in command]
         assert len(workers) == 2
         os.kill(workers[-1], signal.SIGKILL)
-        until(driver, folder, 50)  # Ray has started them again
+        until(driver, folder, 24)  # Ray has started them again
     finally:
         end(driver)
     before = len(losses(folder))
