@@ -19,7 +19,7 @@ pytest.importorskip("tyro")
 
 ROOT = Path(__file__).parents[2]
 STEPS = 60
-PATIENCE = 900.0  # Ray alone takes minutes to start on a busy machine
+PATIENCE = 900  # Ray alone takes minutes to start on a busy machine
 CONFIG = [
     *("--batch=8", "--length=32", "--dp=8", "--tp=1", f"--steps={STEPS}", "--save-every=5"),
     *("--model.layers=1", "--model.width=16", "--model.heads=4", "--model.kv-heads=2"),
@@ -45,11 +45,12 @@ def descendants(pid: int) -> dict[int, str]:
     found = {pid}
     while more := {child for child, parent in parents.items() if parent in found} - found:
         found |= more
-    return {child: commands[child] for child in found}
+    return {child: commands[child] for child in found if child in commands}
 
 
 def run(script: str, folder: Path, *flags: str) -> subprocess.Popen:
     env = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+    env["RAY_raylet_start_wait_time_s"] = str(PATIENCE)
     command = [sys.executable, f"examples/{script}", f"--run={folder}", *CONFIG, *flags]
     with words_of(folder).open("a") as out:
         return subprocess.Popen(command, cwd=ROOT, env=env, stdout=out, stderr=subprocess.STDOUT)
