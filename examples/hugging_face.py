@@ -90,12 +90,15 @@ def config_of(described: Mapping[str, Any]) -> llama.Config:
     d.setdefault("num_key_value_heads", d.get("num_attention_heads"))
     width, heads = d.get("hidden_size"), d.get("num_attention_heads")
     if d.get("head_dim") is None and not (_no_number("", width) or _no_number("", heads)):
-        d["head_dim"] = width // heads
+        d["head_dim"] = d["hidden_size"] // d["num_attention_heads"]
     d.setdefault("rms_norm_eps", 1e-6)  # as `transformers` does
     wrong += [f"{name} is missing" for name in SIZES.values() if d.get(name) is None]
     parts = {name: d.get(name) or {} for name in ("rope_scaling", "rope_parameters")}
-    wrong += [f"{name} is {x!r}, no object" for name, x in parts.items() if not _is_object(x)]
-    rope = {key: x for part in parts.values() if _is_object(part) for key, x in part.items()}
+    wrong += [
+        f"{name} is {x!r}, no object" for name, x in parts.items() if not isinstance(x, Mapping)
+    ]
+    known = [part for part in parts.values() if isinstance(part, Mapping)]
+    rope = {name: x for part in known for name, x in part.items()}
     bases = (rope.get("rope_theta"), d.get("rope_theta"), 10_000.0)
     d["rope_theta"] = next(x for x in bases if x is not None)
     d |= {name: rope[name] for name in FIXED if name in rope}
@@ -118,10 +121,6 @@ def config_of(described: Mapping[str, Any]) -> llama.Config:
     sizes = {ours: d[name] for ours, name in SIZES.items()}
     scaling = tuple(float(rope[name]) for name in names)
     return llama.Config(**sizes, rope_base=float(d["rope_theta"]), rope_scaling=scaling)
-
-
-def _is_object(x: Any) -> bool:
-    return isinstance(x, Mapping)
 
 
 def _no_number(name: str, x: Any) -> str | None:
@@ -334,8 +333,8 @@ class _Tensors:
 def _files_of(index: Path) -> dict[str, Path]:
     """Returns the file of each tensor that an index names."""
     found = _json(index)
-    files = found.get("weight_map") if _is_object(found) else None
-    if not _is_object(files) or not all(isinstance(file, str) for file in files.values()):
+    files = found.get("weight_map") if isinstance(found, Mapping) else None
+    if not isinstance(files, Mapping) or not all(isinstance(file, str) for file in files.values()):
         raise ValueError(f"`{index}` is damaged: it has no `weight_map` from tensors to files.")
     return {name: index.parent / file for name, file in files.items()}
 

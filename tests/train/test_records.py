@@ -1,6 +1,7 @@
 """Parquet and array-record: every form that holds documents is read, and whatever else is named."""
 
 import warnings
+from typing import Any
 
 import numpy as np
 import pytest
@@ -179,8 +180,8 @@ def test_a_column_is_found_by_its_whole_name_and_once(tmp_path):
 def test_a_parquet_file_that_is_damaged_inside_is_named(tmp_path, checked):
     path = tmp_path / "a.parquet"
     table = pa.table({"text": [f"text {i} " * 9 for i in range(400)]})
-    options = dict(compression="none", use_dictionary=False, write_page_checksum=checked)
-    pq.write_table(table, path, **options)
+    options: dict[str, Any] = dict(compression="none", use_dictionary=False)
+    pq.write_table(table, path, write_page_checksum=checked, **options)
     whole = path.read_bytes()
     place = whole.index(b"text 200")
     # Without a checksum, only what is no text shows that it is damaged.
