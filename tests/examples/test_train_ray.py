@@ -50,7 +50,7 @@ def descendants(pid: int) -> dict[int, str]:
 
 def run(script: str, folder: Path, *flags: str) -> subprocess.Popen:
     env = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
-    env["RAY_raylet_start_wait_time_s"] = str(PATIENCE)
+    env["RAY_raylet_start_wait_time_s"] = "120"
     command = [sys.executable, f"examples/{script}", f"--run={folder}", *CONFIG, *flags]
     with words_of(folder).open("a") as out:
         return subprocess.Popen(command, cwd=ROOT, env=env, stdout=out, stderr=subprocess.STDOUT)
