@@ -21,12 +21,14 @@ import signal
 import socket
 import sys
 import tempfile
+import threading
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
-from multiprocessing import get_context, parent_process
+from multiprocessing import active_children, get_context, parent_process
+from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from statistics import mean
@@ -39,9 +41,10 @@ sys.path[:0] = [str(ROOT), str(ROOT / "examples")]
 TOLERANCE = 1e-5
 HUNG = 75
 LOG = "faults.jsonl"
-# Processes fork from one that has imported everything and started nothing: 5 s less for each.
+# Processes fork from one that has imported everything and started nothing: 6 s less for each.
 CONTEXT = get_context("forkserver")
-CONTEXT.set_forkserver_preload(["train", "matplotlib.figure"])
+LATE = ["matplotlib.backends.backend_agg", "grain.python", "jaxlib.mlir.dialects.mhlo"]
+CONTEXT.set_forkserver_preload(["train", *LATE])
 
 
 # ---- in a process that trains --------------------------------------------------------------------
@@ -124,8 +127,22 @@ def fill_the_disk() -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (1024, resource.RLIM_INFINITY))
 
 
+def end_with_parent() -> None:
+    """Has this process end, and those that it started, once the one that started it is gone."""
+
+    def watch() -> None:
+        parent = parent_process()
+        wait([parent.sentinel] if parent else [])
+        for child in active_children():  # one that is stopped can't watch by itself
+            child.kill()
+        os._exit(1)
+
+    threading.Thread(target=watch, name="watch of the parent", daemon=True).start()
+
+
 def work(life: Life, rank: int, log: str) -> None:
     """Trains, as one of some processes, until the fault."""
+    end_with_parent()
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(file, 1)
     os.dup2(file, 2)
@@ -139,6 +156,9 @@ def work(life: Life, rank: int, log: str) -> None:
 
     cpu_devices(1)
     jax.config.update("jax_platforms", "cpu")
+    # Lives run the same programs: the first one compiles them for all.
+    jax.config.update("jax_compilation_cache_dir", str(life.folder.parent / "compiled"))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     if life.fault and rank == life.rank:
         FAULTS[life.fault].install(life)
     with run.told(train.__file__):
@@ -271,8 +291,8 @@ def live(life: Life, limit: float = 600.0) -> Outcome:
 def let_come(life: Life, workers: Sequence[BaseProcess], limit: float) -> bool:
     """Returns whether processes ended in time, or one of them badly, once the fault has come."""
     fault, since, end = FAULTS.get(life.fault or "", Fault()), time.time(), time.monotonic() + limit
-    whole, stopped = parent_process(), None
-    while time.monotonic() < end and (whole is None or whole.is_alive()):
+    stopped = None
+    while time.monotonic() < end:
         if fault.send and not stopped and reached(life, since):
             stopped = workers[life.rank]
             os.kill(stopped.pid or 0, fault.send)
@@ -452,7 +472,7 @@ def main() -> None:
         campaign.undisturbed()
         came = Counter(line["fault"] for line in before)
         left, n = shuffled(asked.kinds, asked.faults, came, asked.seed), asked.at_once
-        with ProcessPoolExecutor(n, mp_context=CONTEXT) as pool:
+        with ProcessPoolExecutor(n, CONTEXT, initializer=end_with_parent) as pool:
             parts = [pool.submit(disturb, campaign, left[i::n], i) for i in range(n)]
         log, wrong = lines_in(root, LOG), [error for part in parts if (error := part.exception())]
     print(table(log))

@@ -10,6 +10,7 @@ process ever holds all of them. What the model of llama.py can't be is refused, 
 """
 
 import json
+import math
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
@@ -58,6 +59,7 @@ SIZES = {
     "hidden": "intermediate_size",
     "norm_eps": "rms_norm_eps",
 }
+REAL = ("rms_norm_eps", "rope_theta", "factor", "low_freq_factor", "high_freq_factor")
 LLAMA_3 = ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 # Of what their configs may say, what this model is; it is also what they mean if they say nothing.
 FIXED = {
@@ -67,6 +69,7 @@ FIXED = {
     "sliding_window": None,
     "partial_rotary_factor": 1.0,
 }
+FLOATS = ("F64", "F32", "F16", "BF16")  # as safetensors calls them; narrower ones go with scales
 INDEX = "model.safetensors.index.json"
 
 
@@ -79,33 +82,53 @@ def config_of(described: Mapping[str, Any]) -> llama.Config:
     Raises:
       ValueError: Lists all that is missing, and all that the model of llama.py can't be.
     """
+    if not isinstance(described, Mapping):
+        raise ValueError("`config.json` is damaged: it holds no object.")
     d = dict(described)
     family = d.get("model_type")
     wrong = [] if family in ("llama", "mistral") else [f"model_type={family!r} is no Llama"]
     d.setdefault("num_key_value_heads", d.get("num_attention_heads"))
-    if d.get("head_dim") is None and d.get("num_attention_heads"):
-        d["head_dim"] = d.get("hidden_size", 0) // d["num_attention_heads"]
+    width, heads = d.get("hidden_size"), d.get("num_attention_heads")
+    if d.get("head_dim") is None and not (_no_number("", width) or _no_number("", heads)):
+        d["head_dim"] = d["hidden_size"] // d["num_attention_heads"]
     d.setdefault("rms_norm_eps", 1e-6)  # as `transformers` does
     wrong += [f"{name} is missing" for name in SIZES.values() if d.get(name) is None]
-    rope = {**(d.get("rope_scaling") or {}), **(d.get("rope_parameters") or {})}
+    parts = {name: d.get(name) or {} for name in ("rope_scaling", "rope_parameters")}
+    wrong += [
+        f"{name} is {x!r}, no object" for name, x in parts.items() if not isinstance(x, Mapping)
+    ]
+    known = [part for part in parts.values() if isinstance(part, Mapping)]
+    rope = {name: x for part in known for name, x in part.items()}
+    bases = (rope.get("rope_theta"), d.get("rope_theta"), 10_000.0)
+    d["rope_theta"] = next(x for x in bases if x is not None)
     d |= {name: rope[name] for name in FIXED if name in rope}
     given = {name: d.get(name, needed) for name, needed in FIXED.items()}
     wrong += [
         f"{name} is {x!r}, not {FIXED[name]!r}" for name, x in given.items() if x != FIXED[name]
     ]
     kind = rope.get("rope_type", rope.get("type", "default"))
-    scaling: tuple = ()
+    names: tuple[str, ...] = ()
     if kind in ("linear", "llama3"):
         names = ("factor", *(LLAMA_3 if kind == "llama3" else ()))
         wrong += [f"rope_scaling has no {name}" for name in names if name not in rope]
-        scaling = tuple(float(rope.get(name, 1)) for name in names)
     elif kind != "default":
         wrong.append(f"rope_scaling is of type {kind!r}, not default, linear or llama3")
+    numbers = {name: d[name] for name in (*SIZES.values(), "rope_theta") if d.get(name) is not None}
+    numbers |= {name: rope[name] for name in names if name in rope}
+    wrong += [words for name, x in numbers.items() if (words := _no_number(name, x))]
     if wrong:
         raise ValueError(f"`config.json` is of no model of llama.py: {'; '.join(wrong)}.")
-    base = float(rope.get("rope_theta", d.get("rope_theta", 10_000.0)))
     sizes = {ours: d[name] for ours, name in SIZES.items()}
-    return llama.Config(**sizes, rope_base=base, rope_scaling=scaling)
+    scaling = tuple(float(rope[name]) for name in names)
+    return llama.Config(**sizes, rope_base=float(d["rope_theta"]), rope_scaling=scaling)
+
+
+def _no_number(name: str, x: Any) -> str | None:
+    """In words, that something is no number that the model could have."""
+    kind, called = (int | float, "number") if name in REAL else (int, "whole number")
+    if isinstance(x, kind) and not isinstance(x, bool) and 0 < x < math.inf:
+        return None
+    return f"{name} is {x!r}, not a {called} above 0"
 
 
 def description_of(config: llama.Config, length: int, *, tied: bool, dtype: str) -> dict[str, Any]:
@@ -233,11 +256,17 @@ def _check_shapes(folder: Path, tensors: "_Tensors", places: PyTree, shapes: PyT
         needed |= dict.fromkeys(place.names, shape[::-1] if place.turned else shape)
     # Old files keep the frequencies of RoPE as well, which the config tells.
     found = {n: tensors.shape(n) for n in tensors.files if not n.endswith("rotary_emb.inv_freq")}
+    kinds = {name: tensors.kind(name) for name in found}
     words = lambda shape: "missing" if shape is None else str(list(shape))
     wrong = [
         f"`{name}` is {words(found.get(name))} there and {words(needed.get(name))} in the model"
         for name in sorted(found.keys() | needed.keys())
         if found.get(name) != needed.get(name)
+    ]
+    wrong += [
+        f"`{name}` is of {kind} there, not one of {', '.join(FLOATS)}"
+        for name, kind in kinds.items()
+        if kind not in FLOATS
     ]
     if wrong:
         more = f"; and {len(wrong) - 20} more" if len(wrong) > 20 else ""
@@ -253,11 +282,21 @@ class _Tensors:
         self._open: dict[Path, Any] = {}
         self._stack = ExitStack()
         if (folder / INDEX).exists():
-            files = _json(folder / INDEX)["weight_map"]
-            self.files = {name: folder / file for name, file in files.items()}
+            self.files = _files_of(folder / INDEX)
+            self._check_index()
         else:
             path = folder / "model.safetensors"
             self.files = dict.fromkeys(self._file(path).keys(), path)
+
+    def _check_index(self) -> None:
+        """Raises unless every file of an index is there, and every tensor in its file."""
+        paths = sorted(set(self.files.values()))
+        if gone := [f"`{path}`" for path in paths if not path.is_file()]:
+            raise FileNotFoundError(f"of the weights, there is no {', '.join(gone)}.")
+        inside = {path: set(self._file(path).keys()) for path in paths}
+        wrong = [f"`{name}` in `{p}`" for name, p in self.files.items() if name not in inside[p]]
+        if wrong:
+            raise ValueError(f"the index names what is not there: {', '.join(wrong[:20])}.")
 
     def __enter__(self) -> "_Tensors":
         return self
@@ -284,8 +323,20 @@ class _Tensors:
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._slice(name).get_shape())
 
+    def kind(self, name: str) -> str:
+        return self._slice(name).get_dtype()
+
     def read(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
         return self._slice(name)[index]
+
+
+def _files_of(index: Path) -> dict[str, Path]:
+    """Returns the file of each tensor that an index names."""
+    found = _json(index)
+    files = found.get("weight_map") if isinstance(found, Mapping) else None
+    if not isinstance(files, Mapping) or not all(isinstance(file, str) for file in files.values()):
+        raise ValueError(f"`{index}` is damaged: it has no `weight_map` from tensors to files.")
+    return {name: index.parent / file for name, file in files.items()}
 
 
 def _json(path: Path) -> dict[str, Any]:

@@ -158,8 +158,15 @@ def wrong_processes(config: Config) -> list[str]:
     wrong = []
     if config.processes <= 0:
         wrong.append(f"processes={config.processes} must be above 0")
-    if config.processes > 1 and (config.coordinator is None or config.run is None):
+    if config.processes > 1 and not (config.coordinator and config.run):
         wrong.append("processes have to find each other: name a coordinator, and a run")
+    address = config.coordinator or "auto"
+    host, _, port = address.rpartition(":")
+    if address != "auto" and not (host and port.isdecimal() and 0 < int(port) < 2**16):
+        wrong.append(
+            f"coordinator={config.coordinator} must be `auto`, or `host:port` with a port from 1 "
+            f"to {2**16 - 1}"
+        )
     if not 0 <= config.process < max(1, config.processes):
         wrong.append(f"process={config.process} is none of processes={config.processes}, from 0")
     return wrong
@@ -193,7 +200,8 @@ def check(config: Config) -> None:
     others = (*OF_EXPERTS, "rope_scaling")
     positive = {f"model.{name}": size for name, size in sizes if name not in others}
     positive |= {name: getattr(config, name) for name in names}
-    wrong = [f"{x}={n} must be above 0" for x, n in positive.items() if n is not None and n <= 0]
+    good = lambda n: n is None or 0 < n < math.inf
+    wrong = [f"{x}={n} must be above 0" for x, n in positive.items() if not good(n)]
     if m.kv_heads > 0 and m.heads % m.kv_heads:
         wrong.append(f"model.heads={m.heads} is no multiple of model.kv_heads={m.kv_heads}")
     if m.head_size % 2:

@@ -27,7 +27,6 @@ happened.
 import dataclasses
 import math
 import sys
-import time
 from pathlib import Path
 
 import jax
@@ -142,7 +141,7 @@ def fit(
             steps = lasting.steps(metrics, clock, capture)
             for done, number, loss, rate in progress.shown(config, steps, lasting.done, costs):
                 seconds, values = clock.lap(), dict(loss=loss, tokens_per_second=rate, batch=number)
-                metrics.write(done, **values, time=time.time(), seconds=seconds)
+                metrics.write(done, **values, time=clock.time, seconds=seconds)
                 if slow := pace.warning(done, seconds):
                     print(slow)
                 last = processes.asked_to(stop)  # asked once: what it is asked for is saved
@@ -207,7 +206,7 @@ def main(config: Config) -> None:
         state, done = fit(config, mesh, rows, folder, stop, info, clock)
         clock.enter("end")
         print(Ledger.of(x["seconds"] for x in entries(folder / "metrics.jsonl") if "seconds" in x))
-        if stop.signal:
+        if processes.asked_to(stop) and stop.signal:
             print(f"stopped after step {done}, which is saved; to go on: --run {folder} --resume")
             sys.exit(128 + stop.signal)
         tell(config, mesh, state, held_out, tokenizer)

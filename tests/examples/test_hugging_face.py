@@ -174,6 +174,52 @@ def test_a_config_that_the_model_can_not_be_is_refused_with_all_reasons(written)
         hugging_face.config_of(described)
 
 
+NARROW = {"model.norm.weight": np.zeros(32, np.int8)}
+
+
+def test_numbers_of_a_config_that_are_none_are_listed(written):
+    described = json.loads((written / "plain" / "config.json").read_text())
+    more = dict(
+        hidden_size="16", num_hidden_layers=0, vocab_size=8.5, rms_norm_eps=-1e-5,
+        num_attention_heads=True, rope_theta=None, head_dim=None,
+        rope_scaling={"type": "linear", "factor": None},
+    )  # fmt: skip
+    with pytest.raises(ValueError, match=r"^`config.json` is of no model of llama.py: ") as error:
+        hugging_face.config_of(described | more)
+    for words in (
+        "hidden_size is '16', not a whole number above 0", "num_hidden_layers is 0, not a whole",
+        "vocab_size is 8.5, not a whole", "rms_norm_eps is -1e-05, not a number above 0",
+        "num_attention_heads is True", "head_dim is missing", "factor is None, not a number above",
+    ):  # fmt: skip
+        assert words in str(error.value)
+    with pytest.raises(ValueError, match="rope_scaling is 7, no object"):
+        hugging_face.config_of(described | {"rope_scaling": 7})
+    with pytest.raises(ValueError, match="it holds no object"):
+        hugging_face.config_of([described])  # pyright: ignore[reportArgumentType]
+
+
+def test_an_index_that_is_not_that_of_its_files_is_refused(written, tmp_path):
+    config, params = hugging_face.load(written / "plain")
+    hugging_face.save(tmp_path / "x", config, params, length=64, most=20_000)
+    index = tmp_path / "x" / hugging_face.INDEX
+    files = json.loads(index.read_text())["weight_map"]
+    first, second, third = sorted(set(files.values()))[:3]
+    moved = {name: first if file == second else file for name, file in files.items()}
+    index.write_text(json.dumps({"weight_map": {**moved, "ghost": third}}))
+    with pytest.raises(ValueError, match=r"the index names what is not there: .*`ghost` in") as e:
+        hugging_face.load(tmp_path / "x")
+    assert str(e.value).count(" in `") == 1 + list(files.values()).count(second)
+    for file in (second, third):
+        (tmp_path / "x" / file).unlink()
+    index.write_text(json.dumps({"weight_map": files}))
+    with pytest.raises(FileNotFoundError, match=rf"there is no `.*{second}`, `.*{third}`"):
+        hugging_face.load(tmp_path / "x")
+    for broken in ([], {}, {"weight_map": [1]}, {"weight_map": {"a": 3}}):
+        index.write_text(json.dumps(broken))
+        with pytest.raises(ValueError, match="is damaged: it has no `weight_map` from tensors"):
+            hugging_face.load(tmp_path / "x")
+
+
 def test_tensors_of_another_model_are_listed(written, tmp_path):
     shutil.copytree(written / "plain", tmp_path / "x")
     path = tmp_path / "x" / "model.safetensors"
@@ -190,6 +236,9 @@ def test_tensors_of_another_model_are_listed(written, tmp_path):
         "`model.layers.1.self_attn.q_proj.bias` is [40] there and missing in the model; "
         "`model.norm.weight` is missing there and [32] in the model."
     )
+    save_file({**load_file(written / "plain" / path.name), **NARROW}, path)
+    with pytest.raises(ValueError, match=r"norm.weight` is of I8 there, not one of F64, F32"):
+        hugging_face.load(tmp_path / "x")
     path.write_bytes(path.read_bytes()[:1000])
     with pytest.raises(ValueError, match=r"model.safetensors` is damaged: "):
         hugging_face.load(tmp_path / "x")

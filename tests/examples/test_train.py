@@ -348,13 +348,17 @@ def test_all_that_is_wrong_with_a_config_is_listed():
         assert words in str(error.value)
     config = dataclasses.replace(
         TINY, learning_rate=float("nan"), weight_decay=-1.0, seed=-1, temperature=float("inf"),
-        explain="nowhere/a.html", held_out=("a.bin",),
+        explain="nowhere/a.html", held_out=("a.bin",), coordinator="localhost",
+        model=dataclasses.replace(TINY.model, norm_eps=float("nan"), rope_base=float("inf")),
     )  # fmt: skip
     with pytest.raises(ValueError, match=r"^config: ") as error:
         train.check(config)
     for words in (
         "learning_rate=nan must be above 0, and weight_decay=-1.0 at least 0",
         "seed=-1 must be from 0",
+        "model.norm_eps=nan must be above 0",
+        "model.rope_base=inf must be above 0",
+        "coordinator=localhost must be `auto`, or `host:port` with a port from 1",
         "temperature=inf must be a number",
         "explain=nowhere/a.html is in a folder that does not exist",
         "there are `.bin` files of tokens (`a.bin`) and text (`Python's library`)",

@@ -1,6 +1,13 @@
 """Some of what benchmarks/fault_campaign.py does at length."""
 
+import os
 import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -9,7 +16,7 @@ pytest.importorskip("orbax.checkpoint")
 pytest.importorskip("rich")
 pytest.importorskip("tyro")
 
-from benchmarks.fault_campaign import FAULTS, HUNG, Campaign, Life, lines_in, live, own_port
+from benchmarks.fault_campaign import FAULTS, HUNG, ROOT, Campaign, Life, lines_in, live, own_port
 
 
 def test_three_faults_lose_nothing(tmp_path):
@@ -56,3 +63,53 @@ def test_a_process_that_comes_40_s_late_is_waited_for(tmp_path, fsdp):
     lines = lines_in(life.folder)
     assert len(lines) == 8
     assert sum(lines[3]["seconds"].values()) > 38, "of step 4"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_save_that_fails_in_one_process_ends_it_while_the_other_waits(tmp_path, rank):
+    """The first save, which is written as the disk fills, and that nothing else notices."""
+    Campaign(tmp_path).write_tokens()
+    with own_port() as port:
+        outcome = live(Life(tmp_path / "run", 2, port, "full disk", step=3, rank=rank))
+    assert outcome.codes[rank] == 1, outcome.said
+    assert HUNG not in outcome.codes
+
+
+def states(mark: str) -> dict[int, str]:
+    """The state of each process that has this in its environment."""
+    found = {}
+    for path in Path("/proc").glob("[0-9]*"):
+        try:
+            if mark in (path / "environ").read_text(errors="replace"):
+                found[int(path.name)] = (path / "stat").read_text().rpartition(")")[2].split()[0]
+        except OSError:
+            continue
+    return {pid: state for pid, state in found.items() if state != "Z"}
+
+
+def until(true: Callable[[], bool], seconds: float) -> None:
+    end = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < end, true
+        time.sleep(0.1)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc").exists(), reason="processes are looked up in /proc")
+def test_nothing_outlives_a_campaign_that_is_ended(tmp_path):
+    """Neither who trains, nor who is stopped meanwhile, nor who sees to them."""
+    mark = f"OF_THE_CAMPAIGN_IN={tmp_path}"
+    flags = ["--kinds", "stopped", "--faults=4", "--at-once=2", "--hang=60", f"--folder={tmp_path}"]
+    campaign = subprocess.Popen(
+        [sys.executable, "benchmarks/fault_campaign.py", *flags],
+        cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT), **dict([mark.split("=")])},
+    )  # fmt: skip
+    try:
+        until(lambda: "T" in states(mark).values(), 300)
+        campaign.terminate()
+        until(lambda: not states(mark), 20)
+    finally:
+        for pid in states(mark):
+            os.kill(pid, signal.SIGKILL)
+    assert campaign.wait(10) == -signal.SIGTERM

@@ -17,7 +17,8 @@ def at(monkeypatch):
     """Sets the time."""
 
     def at(seconds):
-        monkeypatch.setattr("time.time", lambda: float(seconds))
+        for clock in ("time.time", "time.monotonic"):
+            monkeypatch.setattr(clock, lambda: float(seconds))
 
     return at
 
@@ -38,13 +39,16 @@ def test_phases_add_up_to_the_time_that_went_by(at):
     assert (clock.now, clock.step) == ("step", 1)
 
 
-def test_a_clock_that_is_set_back_counts_nothing_below_zero(at):
+@pytest.mark.parametrize("set_to", [2.0, 4000.0], ids=["back", "ahead"])
+def test_what_goes_by_is_counted_though_the_systems_clock_is_set(at, monkeypatch, set_to):
     at(10)
     clock = Clock(began=7.0)
-    at(2)
-    assert clock.lap() == {"start": 0}
-    at(8)
-    assert clock.lap() == {"start": 1}
+    at(11)
+    monkeypatch.setattr("time.time", lambda: set_to)
+    assert clock.lap() == {"start": 4}
+    clock.lost_since(10.5)
+    assert clock.lap() == {"lost": 0.5, "start": 0}
+    assert clock.time == 11
 
 
 def test_what_is_not_kept_is_lost_and_still_adds_up(at):

@@ -1,9 +1,11 @@
 import os
 import re
+import signal
 import socket
 from multiprocessing import get_context
 
 import jax
+import numpy as np
 import pytest
 
 from xform.train import processes
@@ -24,6 +26,20 @@ def test_one_process_waits_for_nobody(tmp_path):
     assert processes.own(tmp_path) == tmp_path
     with pytest.raises(ValueError, match="mine"), processes.each_for_itself(__file__):
         raise ValueError("mine")
+
+
+def test_a_signal_that_comes_while_all_are_asked_is_heard_the_next_time(monkeypatch):
+    stop = Stop()
+
+    def gather(asked):
+        stop.signal = signal.SIGTERM  # once it has said what it knows
+        return np.array([asked, 0])
+
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(processes, "process_allgather", gather)
+    assert not processes.asked_to(stop)
+    assert stop.signal == signal.SIGTERM
+    assert processes.asked_to(stop)
 
 
 def test_all_are_to_be_there():

@@ -1,6 +1,7 @@
 """Parquet and array-record: every form that holds documents is read, and whatever else is named."""
 
 import warnings
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,7 +25,8 @@ TOKENS = [RNG.integers(1000, size=n).tolist() for n in (5, 1, 0, 2500, 40)]
 
 
 def parquet(path, table, **options):
-    pq.write_table(pa.table(table), path, row_group_size=3, **options)
+    table = table if isinstance(table, pa.Table) else pa.table(table)
+    pq.write_table(table, path, row_group_size=3, **options)
     return path
 
 
@@ -164,6 +166,29 @@ def test_all_that_is_wrong_with_files_is_listed(tmp_path, write):
     assert documents_of(read_quietly(path, column="b")) == [[ord("y")]]
     with pytest.raises(ValueError, match=r"has no column .* of integers called `n`: it has `a` of"):
         read([path], None, codes=1000, column="n")
+
+
+def test_a_column_is_found_by_its_whole_name_and_once(tmp_path):
+    table = pa.table({"a": [{"b": 1}], "a.b": ["x"]})
+    assert documents_of(read_quietly(parquet(tmp_path / "a.parquet", table))) == [[ord("x")]]
+    twice = pa.table([pa.array(["x"]), pa.array(["y"])], names=["text", "text"])
+    with pytest.raises(ValueError, match="has several columns of texts"):
+        read([parquet(tmp_path / "b.parquet", twice)], None, codes=1000)
+
+
+@pytest.mark.parametrize("checked", [True, False])
+def test_a_parquet_file_that_is_damaged_inside_is_named(tmp_path, checked):
+    path = tmp_path / "a.parquet"
+    table = pa.table({"text": [f"text {i} " * 9 for i in range(400)]})
+    options: dict[str, Any] = dict(compression="none", use_dictionary=False)
+    pq.write_table(table, path, write_page_checksum=checked, **options)
+    whole = path.read_bytes()
+    place = whole.index(b"text 200")
+    # Without a checksum, only what is no text shows that it is damaged.
+    path.write_bytes(whole[:place] + (b"next" if checked else b"\xff" * 4) + whole[place + 4 :])
+    words = "a.parquet` is damaged: .*checksum" if checked else "document 200 of .*a.parquet` can't"
+    with pytest.raises(ValueError, match=words):
+        read([path], None, codes=1000)
 
 
 def test_tokens_that_are_none_are_refused(tmp_path, write):

@@ -9,6 +9,7 @@ import gc
 import logging
 import shutil
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -62,6 +63,7 @@ class Checkpoints:
             keep_period=keep_every,
             cleanup_tmp_directories=not read_only,
             read_only=read_only,
+            async_options=ocp.AsyncOptions(barrier_sync_fn=_meet),
         )
         self._manager = ocp.CheckpointManager(self.folder, options=options)
         self._size = 0
@@ -221,6 +223,18 @@ class Checkpoints:
             f"{str(error).rsplit(': ', 1)[-1]}; {left}. Make room or choose another folder, then "
             "resume."
         ) from None  # that of orbax names its own files, on a hundred lines
+
+
+def _meet(*, key: str, timeout_ms: int) -> None:
+    """Waits for all processes, as orbax does; but not in a thread that failed to save.
+
+    The others wait elsewhere then, each for the other, until the time is up. So the error comes out
+    here, and they learn of it as its process ends.
+    """
+    error = sys.exception()
+    if error and jax.process_count() > 1 and threading.current_thread().name == "save_finalize":
+        raise error
+    ocp.multihost.get_barrier_sync_fn()(key=key, timeout_ms=timeout_ms)
 
 
 class Damaged(ValueError):

@@ -41,6 +41,7 @@ class Clock:
 
     def __init__(self, began: float | None = None):
         self.began = process_start() if began is None else began
+        self._apart = time.time() - time.monotonic()
         self.step = 0
         """The step that is worked on, from 1."""
         self.now = "start"
@@ -49,6 +50,15 @@ class Clock:
         """When it was entered; of a clock that nobody sets."""
         self._since = self.began
         self._spent: defaultdict[str, float] = defaultdict(float)
+
+    @property
+    def time(self) -> float:
+        """Seconds since 1970, by the clock as it was set when this began: it may be set meanwhile.
+
+        >>> abs(Clock().time - time.time()) < 1
+        True
+        """
+        return self._apart + time.monotonic()
 
     def enter(self, phase: str, step: int | None = None) -> None:
         """Goes on to a phase, and to a step."""
@@ -86,7 +96,7 @@ class Clock:
         self._spent["lost"] = max(0.0, self._since - since)
 
     def _settle(self) -> None:
-        now = max(time.time(), self._since)  # it may be set back
+        now = self.time
         self._spent[self.now] += now - self._since
         self._since = now
 

@@ -148,11 +148,16 @@ class Metrics:
         self._file = self._events = None
 
     def _point(self, entry: Mapping[str, float | int | None]) -> tuple:
-        return (entry["step"], *(entry[name] for name in self._panels))
+        return (entry["step"], *(entry.get(name) for name in self._panels))
 
 
-def replace(path: Path, data: bytes) -> None:
+def replace(path: Path, data: bytes, *, durable: bool = False) -> None:
     """Writes a file so that at any time it has its old contents or its new ones.
+
+    Args:
+      path: The file.
+      data: Its new contents.
+      durable: Whether that also holds of a machine that loses its power; it takes a disk's time.
 
     Raises:
       OSError: It could not be written, for want of space for example; the old contents are there.
@@ -165,7 +170,11 @@ def replace(path: Path, data: bytes) -> None:
     """
     part = path.with_name(path.name + ".part")
     try:
-        part.write_bytes(data)
+        with part.open("wb") as file:
+            file.write(data)
+            if durable:
+                file.flush()
+                os.fsync(file.fileno())
         os.replace(part, path)
     except OSError as error:
         part.unlink(missing_ok=True)
@@ -176,7 +185,7 @@ def replace(path: Path, data: bytes) -> None:
 
 
 def entries(path: Path) -> list[dict]:
-    """Returns the lines of a `metrics.jsonl`, up to one that was cut off.
+    """Returns the lines of a `metrics.jsonl`, up to one that was cut off or is no line of it.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -186,11 +195,14 @@ def entries(path: Path) -> list[dict]:
     [{'step': 1}]
     """
     found = []
-    for line in path.read_text().splitlines() if path.exists() else []:
+    for line in path.read_bytes().splitlines() if path.exists() else []:
         try:
-            found.append(json.loads(line))
-        except json.JSONDecodeError:
+            entry = json.loads(line)
+        except ValueError:  # also of what is no UTF-8
             break
+        if not isinstance(entry, dict) or "step" not in entry:
+            break
+        found.append(entry)
     return found
 
 

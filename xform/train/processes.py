@@ -126,7 +126,8 @@ def asked_to(stop: Stop) -> bool:
     if jax.process_count() == 1:
         return asked
     number = int(process_allgather(np.array(int(stop.signal or 0))).max())
-    stop.signal = Signals(number) if number else None
+    if number:  # else one may have come meanwhile, for the next time
+        stop.signal = Signals(number)
     return bool(number)
 
 

@@ -10,6 +10,7 @@ memory holds 8 bytes for each document.
 import dataclasses
 import os
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, overload
@@ -178,7 +179,7 @@ def _documents(
         else:
             yield from _encoded(path, [[path.read_bytes()]], encode)
     except OSError as error:
-        reason = os.strerror(error.errno) if error.errno else error
+        reason = os.strerror(error.errno) if error.errno else str(error).strip()
         raise ValueError(f"`{path}` can't be read: {reason}") from None
 
 
@@ -230,8 +231,7 @@ def _of_parquet(path: Path, encode: Callable, column: str | None) -> Iterator[Pa
     field = _column(path, column)
     parts = _batches(path, field.name)
     if not _is_tokens(field.type):
-        text = lambda x: b"" if x is None else x if isinstance(x, bytes) else x.encode()
-        yield from _encoded(path, ([text(x) for x in part.to_pylist()] for part in parts), encode)
+        yield from _encoded(path, map(_utf8, parts), encode)
         return
     for part in parts:
         tokens = part.flatten()
@@ -241,15 +241,23 @@ def _of_parquet(path: Path, encode: Callable, column: str | None) -> Iterator[Pa
         yield tokens.to_numpy(zero_copy_only=False), sizes.astype(int)
 
 
+def _utf8(texts) -> list[bytes]:
+    """Texts as their bytes, whatever they are; one that is null has none."""
+    import pyarrow as pa
+
+    texts = texts.dictionary_decode() if isinstance(texts, pa.DictionaryArray) else texts
+    return [x or b"" for x in texts.cast(pa.large_binary()).to_pylist()]
+
+
 def _batches(path: Path, name: str) -> Iterator:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     try:
-        with pq.ParquetFile(path) as file:
+        with pq.ParquetFile(path, page_checksum_verification=True) as file:
             for part in file.iter_batches(batch_size=_AT_ONCE, columns=[name]):
-                yield part.column(0)
-    except pa.ArrowException as error:
+                yield part.column(name)  # a dotted name also finds what is inside of others
+    except (pa.ArrowException, OSError) as error:
         raise ValueError(f"`{path}` is damaged: {str(error)[:200]}") from None
 
 
@@ -263,9 +271,10 @@ def _column(path: Path, name: str | None):
     except pa.ArrowException as error:
         raise ValueError(f"`{path}` is no Parquet file: {str(error)[:200]}") from None
     fit = {field.name: field for field in schema if _is_tokens(field.type) or _is_text(field.type)}
+    twice = [name for name, times in Counter(schema.names).items() if times > 1 and name in fit]
     known = [x for x in COLUMNS if x in fit][:1]
     found = (known or list(fit)) if name is None else [x for x in fit if x == name]
-    if len(found) != 1:
+    if len(found) != 1 or found[0] in twice:
         asked = "" if name is None else f" called `{name}`"
         has = ", ".join(f"`{field.name}` of {field.type}" for field in schema)
         raise ValueError(

@@ -87,7 +87,7 @@ def begin(
         run = {"starts": []}
     known = {**(more or {}), "config": config} | ({} if data is None else {"data": data})
     run = {**run, **known, "starts": [*run["starts"], _start()]}
-    replace(path / "run.json", (json.dumps(run, indent=2) + "\n").encode())
+    _write(path, run)
     return path
 
 
@@ -106,7 +106,7 @@ def note(folder: Path | str, **values: Any) -> None:
     []
     """
     run = read_run(folder) | values
-    replace(Path(folder) / "run.json", (json.dumps(run, indent=2) + "\n").encode())
+    _write(Path(folder), run)
 
 
 def first_start(folder: Path | str) -> float | None:
@@ -191,6 +191,11 @@ def _flat(config: Mapping, prefix: str = "") -> Iterator[tuple[str, str]]:
             yield from _flat(value, f"{prefix}{name}.")
         else:
             yield prefix + name, repr(list(value) if isinstance(value, tuple) else value)
+
+
+def _write(folder: Path, run: Mapping) -> None:
+    data = (json.dumps(run, indent=2) + "\n").encode()
+    replace(folder / "run.json", data, durable=True)  # without it, no checkpoint is gone on from
 
 
 def _start() -> dict:
