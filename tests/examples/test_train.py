@@ -319,6 +319,9 @@ def test_a_model_that_does_not_divide_is_refused():
     config = train.Config(model=llama.Config(heads=6, kv_heads=2), tp=4)
     with pytest.raises(ValueError, match=r"heads=6 is not a multiple of tp=4, kv_heads=2 is not"):
         train.mesh_for(config)
+    for tp in (2, 4):  # shares that differ would make a run that resumes another one
+        with pytest.raises(ValueError, match=f"codes=1003 is not a multiple of tp={tp}"):
+            train.mesh_for(train.Config(model=llama.Config(codes=1003), tp=tp))
     one_head = dataclasses.replace(TINY, model=dataclasses.replace(TINY.model, kv_heads=1))
     assert train.mesh_for(one_head).shape == {"dp": 8, "tp": 1}
     with pytest.raises(ValueError, match=r"dp=3 × tp=2, which takes 6 devices"):
