@@ -19,6 +19,7 @@ import numpy as np
 from jax.core import ShapedArray
 
 from xform._cost_rules import aval
+from xform._expand import Made
 from xform._program import VIEWS, Node, Region, Value
 
 # What the library computes by element, in these types, where it is enough to be worth the call.
@@ -36,27 +37,6 @@ _SUMS = ("reduce_sum", "reduce_max", "reduce_min")
 _TYPES = ("float32", "float64", "bfloat16")
 _ENOUGH = 4096
 _MOST = 100  # instructions of one kernel
-
-
-class Made(Node):
-    """A node that the compiler adds to a program, or that stands for several of them.
-
-    Attributes:
-      does: "copy", "broadcast_in_dim" or "library".
-      members: the nodes that it stands for.
-    """
-
-    __slots__ = ("does", "members")
-
-    def __init__(
-        self, does: str, at: Node, ins: list[Value], outs: list[Value], members: Sequence[Node] = ()
-    ):
-        self.eqn, self.place, self.regions = at.eqn, at.place, {}
-        self.does, self.ins, self.outs, self.members = does, ins, outs, tuple(members)
-
-    @property
-    def name(self) -> str:
-        return self.does
 
 
 def hand_over(region: Region) -> Region:
@@ -242,16 +222,14 @@ def _grow(
         reads.extend(v for member in found for v in member.ins)
         return True
 
-    least = _least(start)
-    alike = start.ins[0].size if start.ins[0].size < least else None
+    alike = start.ins[0].size if start.ins[0].size < _ENOUGH else None
 
     def fits(node: Node | None) -> TypeGuard[Node]:
         if node is None or node in group.members:
             return False
         if alike is not None:
             return node.outs[0].size == alike and node.name not in _SUMS and _joins(node, 0)
-        grows = node.outs[0].aval.shape[:1] == start.ins[0].aval.shape[:1]
-        return node in groups or _joins(node, least if grows else _ENOUGH)
+        return node in groups or _joins(node, _ENOUGH)
 
     while True:
         while reads:
@@ -263,18 +241,6 @@ def _grow(
         if not fits(node) or not take(node):
             return group
         group.root = groups[node].root if node in groups else node
-
-
-def _least(start: Node) -> int:
-    """How many elements are worth it that another node is added to a sum.
-
-    XLA has one limit for all. But what keeps the first dimension grows with the batch, and a limit
-    on it would make a larger batch need less: there it goes by how much each sum takes in.
-    """
-    summed, out = start.ins[0].size, start.outs[0].size
-    if 0 in start.eqn.params["axes"]:
-        return _ENOUGH
-    return out + 1 if summed >= _ENOUGH * out else 0
 
 
 def _instructions(nodes: Sequence[Node]) -> int:
@@ -339,7 +305,7 @@ def _takes_convolution(node: Node) -> bool:
     image, out = aval(node.eqn.invars[0]).shape, node.outs[0].aval.shape
     features = image[numbers.lhs_spec[1]], out[numbers.out_spec[1]]
     plain = params["batch_group_count"] == 1 and set(params["lhs_dilation"]) == {1}
-    return plain and len(image) == 4 and max(features) > 16 and not reordered(node)
+    return plain and len(image) == 4 and max(features) > 16
 
 
 def _takes_window(node: Node) -> bool:
@@ -351,5 +317,5 @@ def _takes_window(node: Node) -> bool:
 _PRODUCTS = {
     "dot_general": _takes_product,
     "conv_general_dilated": _takes_convolution,
-    **dict.fromkeys(("reduce_window_max", "reduce_window_min"), _takes_window),
+    **dict.fromkeys(("reduce_window_max", "reduce_window_min", "reduce_window_sum"), _takes_window),
 }

@@ -19,8 +19,9 @@ from xform._amount import number
 from xform._buffers import Plan
 from xform._compat import Jaxpr
 from xform._devices import device as known_device
+from xform._expand import expand, rules_of
 from xform._library import hand_over
-from xform._lowered import dense, lowered
+from xform._lowered import compiled, dense
 from xform._program import Region, Value, merge, own_inputs, program, prune
 from xform._show import Table, page, short
 from xform.jaxpr._trace import given_away, trace_call
@@ -179,7 +180,8 @@ def memory_of(
     """
     donated = list(donated) or given_away(jaxpr)
     name = device or jax.default_backend()
-    region = prune(merge(program(jaxpr, lower=lowered if "tpu" in name.lower() else dense)))
+    lower = compiled if "tpu" in name.lower() else dense
+    region = expand(prune(merge(program(jaxpr, lower=lower))), rules_of(name))
     inputs = region.inputs[len(jaxpr.consts) :]
     shares = _shares(region, inputs, args)
     breadth_first = orders_breadth_first(name)
