@@ -466,6 +466,8 @@ def _overwritten(node: Node, result: int) -> Sequence[Value]:
 
     A kernel over any, an update in place over what it updates, a loop over the start of its carry.
     """
+    if node.name == "running_end":  # its operand is cut into runs
+        return ()
     if _fusible(node):
         return node.ins
     if node.name in _IN_PLACE:
