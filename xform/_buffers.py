@@ -466,7 +466,7 @@ def _overwritten(node: Node, result: int) -> Sequence[Value]:
 
     A kernel over any, an update in place over what it updates, a loop over the start of its carry.
     """
-    if node.name == "running_end":  # its operand is cut into runs
+    if node.name == "running_end":  # a CPU cuts its operand into runs
         return ()
     if _fusible(node):
         return node.ins

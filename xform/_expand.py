@@ -97,7 +97,7 @@ def _random_bits(node: Node, shared: dict) -> list[Node] | None:
     return [*counters, cipher, _made("xor", node, cipher.outs, [out])]
 
 
-def _running(node: Node, shared: dict) -> list[Node] | None:
+def _running(node: Node, shared: dict, *, end: str) -> list[Node] | None:
     """A running sum: within runs, then of what the runs end with, then both together."""
     del shared
     params, out = node.eqn.params, node.outs[0]
@@ -112,7 +112,7 @@ def _running(node: Node, shared: dict) -> list[Node] | None:
     if not nodes:
         return None
     parts = [v for made in nodes for v in made.outs]
-    return [*nodes, _made("running_end", node, parts, [out])]
+    return [*nodes, _made(end, node, parts, [out])]
 
 
 def _largest_of_windows(node: Node, shared: dict, *, alone: bool) -> list[Node]:
@@ -173,18 +173,16 @@ def _split(node: Node, shared: dict, *, gpu: Gpu) -> list[Node] | None:
     return [whole, _made("parts_sum", node, whole.outs, [out])]
 
 
-_RUNNING: dict[str, Rule] = dict.fromkeys(
-    ("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"), _running
-)
+_RUNNING = ("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp")
 _CPU: Mapping[str, Rule] = {
     "random_bits": _random_bits,
     "select_and_scatter_add": partial(_largest_of_windows, alone=True),
-    **_RUNNING,
+    **dict.fromkeys(_RUNNING, partial(_running, end="running_end")),
 }
 _GPU: Mapping[str, Rule] = {
     "select_and_scatter_add": partial(_largest_of_windows, alone=False),
     "sort": _stable,
-    **_RUNNING,
+    **dict.fromkeys(_RUNNING, partial(_running, end="add")),
 }
 
 
