@@ -267,7 +267,8 @@ CPU = cases(
     "batch norms, forward",
     slow=(
         # "vit, remat" is 11 % below XLA's: docs/limits.md.
-        *(name for name in SLOW if name != "vit, remat"), *FORWARD, "eight layers", "example model", "gpt", "gpt, bfloat16", "gpt, remat",
+        *(name for name in SLOW if name != "vit, remat"), *FORWARD,
+        "eight layers", "example model", "gpt", "gpt, bfloat16", "gpt, remat",
         "norms", "batch norms", "embedding, forward", "routed", "experts",
     ),
 )  # fmt: skip
