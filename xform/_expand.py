@@ -63,7 +63,7 @@ def rules_of(name: str) -> Mapping[str, Rule]:
     if name.lower() == "cpu":
         return _CPU
     gpu = next((gpu for known, gpu in GPUS.items() if known.lower() == name.lower()), None)
-    return _GPU | {"dot_general": partial(_split, gpu=gpu)} if gpu else {}
+    return {**_GPU, "dot_general": partial(_split, gpu=gpu)} if gpu else {}
 
 
 def _make(name: str, at: Node, ins: Sequence[Value], *types: tuple) -> Node:
