@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import bisect
 import copy
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -30,12 +31,15 @@ def _names(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
+# Nothing is computed across it.
+_BARRIER = "optimization_barrier"
 ALIASES = VIEWS | {"transpose", "copy_p"}
 # What runs inside another kernel, of which some need more than one cycle for an element.
 EXPENSIVE = _names(
     """
     exp exp2 expm1 log log1p log2 sqrt rsqrt cbrt pow sin cos tan asin acos atan atan2 sinh cosh
     tanh asinh acosh atanh logistic erf erfc erf_inv lgamma digamma div rem integer_pow
+    parts_sum
     """
 )
 CHEAP = _names(
@@ -44,7 +48,7 @@ CHEAP = _names(
     clamp square one_minus_square reciprocal conj real imag complex select_n convert_element_type
     reduce_precision broadcast_in_dim iota concatenate pad rev slice dynamic_slice gather and or xor
     not shift_left shift_right_logical shift_right_arithmetic population_count clz mulhi copy split
-    axis_index program_id platform_index create_token random_wrap random_unwrap
+    axis_index program_id platform_index create_token random_wrap random_unwrap running_end
     """
 )
 REDUCTIONS = _names(
@@ -112,8 +116,7 @@ class Plan:
         eager: bool = False,
         at_once: bool | None = None,
     ):
-        self.given = region
-        self.region = region = _eager(region) if eager else region
+        self.given = self.region = region
         self.local, self.donated, self.body = local, dict(donated or {}), body
         self.cpu, self.eager = cpu, eager
         # Whether sums start as soon as zeros can be made, as they do on a CPU.
@@ -127,12 +130,14 @@ class Plan:
         self.kept = self._kept()
         self.leaves = self._leaves()
         self.bent = self._bent() if cpu else {}
+        if eager:
+            self.region = self._early()
 
     def otherwise(self) -> Plan:
         """The same buffers with nodes in the other order: which they are, no order decides."""
         other = copy.copy(self)
         other.eager = not self.eager
-        other.region = _eager(self.given) if other.eager else self.given
+        other.region = other._early() if other.eager else self.given
         return other
 
     def bytes(self, v: Value) -> int:
@@ -158,7 +163,8 @@ class Plan:
         forced = {self.root(v) for v in self.region.outputs if v not in self.stacked}
         direct = set(forced)
         for node in self.region.nodes:
-            for v in map(self.root, node.ins if node.name not in ALIASES else ()):
+            reads = node.ins if node.name not in ALIASES or node.name == _BARRIER else ()
+            for v in map(self.root, reads):
                 readers.setdefault(v, []).append(node)
                 if not _fuses_operands(node, v):
                     forced.add(v)
@@ -235,13 +241,55 @@ class Plan:
         again = self.again.get(self.root(v)) if _fuses_operands(node, v) else None
         return self.leaves.get(v, frozenset()) if again is None else again
 
+    def _runs(self, node: Node) -> bool:
+        """Whether a node is a kernel, and not a part of those that read it."""
+        return (
+            bool(node.regions) or not node.outs or not _fusible(node)
+            or any(v in self.kept or v in self.stacked for v in node.outs)
+        )  # fmt: skip
+
+    def _early(self) -> Region:
+        """The same nodes, each as early as it can run, as far as its kernels are known."""
+        return self._breadth_first() if self.cpu else _by_depth(self.given)
+
+    def _breadth_first(self) -> Region:
+        """The same nodes, each kernel in the order in which what it waits for has run."""
+        after: dict[Value, frozenset[Node]] = {}
+        instead: dict[Value, frozenset[Node]] = {}  # where it is computed again
+        users: dict[Node, list[Node]] = {}
+        waits: dict[Node, int] = {}
+        inside = []
+        nothing: frozenset[Node] = frozenset()
+        for node in self.given.nodes:
+            before = nothing
+            for v in node.ins:
+                again = v in instead and _fuses_operands(node, v)
+                before |= instead[v] if again else after.get(v, nothing)
+            if node.name == _BARRIER or self._runs(node):
+                waits[node] = len(before)
+                for maker in before:
+                    users.setdefault(maker, []).append(node)
+                after.update(dict.fromkeys(node.outs, frozenset((node,))))
+                instead.update({v: before for v in node.outs if v in self.again})
+            else:
+                inside.append(node)
+                after.update(dict.fromkeys(node.outs, before))
+        ready = deque(node for node, n in waits.items() if not n)
+        order = []
+        while ready:
+            order.append(node := ready.popleft())
+            for user in reversed(users.get(node, ())):
+                waits[user] -= 1
+                if not waits[user]:
+                    ready.append(user)
+        return Region(self.given.inputs, [*inside, *order], self.given.outputs)
+
     def last_reads(self) -> dict[Value, int]:
         """The position of the last kernel that reads each buffer."""
         last: dict[Value, int] = {}
         n = len(self.region.nodes)
         for i, node in enumerate(self.region.nodes):
-            is_kernel = node.regions or not node.outs or not _fusible(node)
-            if is_kernel or any(v in self.kept or v in self.stacked for v in node.outs):
+            if self._runs(node):
                 for v in node.ins:
                     for leaf in self.reads(node, v):
                         last[leaf] = i
@@ -427,6 +475,18 @@ class Plan:
         return best
 
 
+def _by_depth(region: Region) -> Region:
+    """The same nodes, each as early as its operands allow."""
+    level: dict[Value, int] = {}
+    depth = []
+    for node in region.nodes:
+        at = 1 + max((level.get(v, 0) for v in node.ins), default=0)
+        level.update(dict.fromkeys(node.outs, at))
+        depth.append(at)
+    order = sorted(range(len(depth)), key=depth.__getitem__)
+    return Region(region.inputs, [region.nodes[i] for i in order], region.outputs)
+
+
 def _is_free(busy: Sequence[tuple[int, int]], span: _Span) -> bool:
     """Whether memory that is in use at some times is not while a span lasts."""
     first, last = span.start, span.end
@@ -445,10 +505,14 @@ def _overwritten(node: Node, result: int) -> Sequence[Value]:
 
     A kernel over any, an update in place over what it updates, a loop over the start of its carry.
     """
+    if node.name == "running_end":  # a CPU cuts its operand into runs
+        return ()
     if _fusible(node):
         return node.ins
     if node.name in _IN_PLACE:
         return node.ins[:1]
+    if node.name == "sort":
+        return node.ins[result : result + 1]
     if node.name in ("scan", "while"):
         n = carried(node.eqn)
         return node.ins[n.consts + result : n.consts + result + 1] if result < n.carry else ()
@@ -466,7 +530,7 @@ def _fuses_operands(node: Node, v: Value) -> bool:
     """Whether a node computes its operand `v` itself, if it can."""
     if node.name in ("gather", "dynamic_slice", *_IN_PLACE):
         return v is not node.ins[0]
-    return (_fusible(node) or node.name in REDUCTIONS) and node.name != "optimization_barrier"
+    return (_fusible(node) or node.name in REDUCTIONS) and node.name != _BARRIER
 
 
 def _reads_flat(node: Node, v: Value) -> bool:
@@ -490,15 +554,3 @@ def _worth_keeping(node: Node, v: Value, cpu: bool) -> bool:
 def _is_expensive(node: Node, cpu: bool) -> bool:
     """Whether an element takes more than one cycle; on a CPU a power is a few products."""
     return node.name in EXPENSIVE and not (cpu and node.name == "integer_pow")
-
-
-def _eager(region: Region) -> Region:
-    """The same nodes, each as early as its operands allow."""
-    level: dict[Value, int] = {}
-    depth = []
-    for node in region.nodes:
-        at = 1 + max((level.get(v, 0) for v in node.ins), default=0)
-        level.update(dict.fromkeys(node.outs, at))
-        depth.append(at)
-    order = sorted(range(len(depth)), key=depth.__getitem__)
-    return Region(region.inputs, [region.nodes[i] for i in order], region.outputs)

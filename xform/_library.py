@@ -19,7 +19,8 @@ import numpy as np
 from jax.core import ShapedArray
 
 from xform._cost_rules import aval
-from xform._program import VIEWS, Node, Region, Value
+from xform._expand import Made
+from xform._program import VIEWS, Node, Region, Value, folded
 
 # What the library computes by element, in these types, where it is enough to be worth the call.
 _BY_ELEMENT = frozenset(
@@ -36,23 +37,6 @@ _SUMS = ("reduce_sum", "reduce_max", "reduce_min")
 _TYPES = ("float32", "float64", "bfloat16")
 _ENOUGH = 4096
 _MOST = 100  # instructions of one kernel
-
-
-class Made(Node):
-    """A node that the compiler adds to a program, or that stands for several of them.
-
-    Attributes:
-      name: "copy", "broadcast_in_dim" or "library".
-      members: the nodes that it stands for.
-    """
-
-    __slots__ = ("members",)
-
-    def __init__(
-        self, name: str, at: Node, ins: list[Value], outs: list[Value], members: Sequence[Node] = ()
-    ):
-        self.eqn, self.place, self.regions = at.eqn, at.place, {}
-        self.name, self.ins, self.outs, self.members = name, ins, outs, tuple(members)
 
 
 def hand_over(region: Region) -> Region:
@@ -133,8 +117,8 @@ def _spread_key(node: Node, i: int) -> tuple:
     """Of what, and in which places of the result's dimensions of more than one element."""
     v, shape = node.ins[i], node.outs[0].aval.shape
     wide = [d for d, n in enumerate(shape) if n > 1]
-    if v.known is not None and v.size == 1:
-        what, at = np.asarray(v.known).tobytes(), ()
+    if (number := folded(v)) is not None:
+        what, at = np.asarray(number, v.aval.dtype).tobytes(), ()
     else:
         size = aval(node.eqn.invars[i]).shape
         dims = node.eqn.params.get("broadcast_dimensions", range(len(size)))
@@ -231,23 +215,23 @@ def _grow(
     reads = deque(start.ins)
 
     def take(node: Node) -> bool:
-        found = groups[node].members if node in groups else {node: None}
-        if _instructions([*group.members, *found]) > _MOST:
+        other = groups[node].members if node in groups else {}
+        size, found = _instructions(group.members), other or {node: None}
+        # A kernel that is not full takes one node more, or another kernel if both have room.
+        if size >= _MOST or (other and size + _instructions(other) > _MOST):
             return False
         group.members.update(found)
         reads.extend(v for member in found for v in member.ins)
         return True
 
-    least = _least(start)
-    alike = start.ins[0].size if start.ins[0].size < least else None
+    alike = start.ins[0].size if start.ins[0].size < _ENOUGH else None
 
     def fits(node: Node | None) -> TypeGuard[Node]:
         if node is None or node in group.members:
             return False
         if alike is not None:
             return node.outs[0].size == alike and node.name not in _SUMS and _joins(node, 0)
-        grows = node.outs[0].aval.shape[:1] == start.ins[0].aval.shape[:1]
-        return node in groups or _joins(node, least if grows else _ENOUGH)
+        return node in groups or _joins(node, _ENOUGH)
 
     while True:
         while reads:
@@ -261,23 +245,21 @@ def _grow(
         group.root = groups[node].root if node in groups else node
 
 
-def _least(start: Node) -> int:
-    """How many elements are worth it that another node is added to a sum.
-
-    XLA has one limit for all. But what keeps the first dimension grows with the batch, and a limit
-    on it would make a larger batch need less: there it goes by how much each sum takes in.
-    """
-    summed, out = start.ins[0].size, start.outs[0].size
-    if 0 in start.eqn.params["axes"]:
-        return _ENOUGH
-    return out + 1 if summed >= _ENOUGH * out else 0
-
-
-def _instructions(nodes: Sequence[Node]) -> int:
-    """How many XLA counts in a group: the operands and the start of each sum as well."""
+def _instructions(nodes: Iterable[Node]) -> int:
+    """How many XLA counts in a group: the operands and the start of the sums as well."""
     read = {v for node in nodes for v in node.ins}
     made = {v for node in nodes for v in node.outs}
-    return len(nodes) + len(read - made) + 1
+    return sum(map(_steps, nodes)) + len(read - made) + 1
+
+
+def _steps(node: Node) -> int:
+    """How many instructions an operation is: a power is some products."""
+    if node.name == "logistic":
+        return 4
+    if node.name != "integer_pow":
+        return 1
+    power = abs(node.eqn.params["y"])
+    return max(1, power.bit_length() + power.bit_count() - 2)
 
 
 def _uniform(region: Region) -> set[Value]:
@@ -335,7 +317,7 @@ def _takes_convolution(node: Node) -> bool:
     image, out = aval(node.eqn.invars[0]).shape, node.outs[0].aval.shape
     features = image[numbers.lhs_spec[1]], out[numbers.out_spec[1]]
     plain = params["batch_group_count"] == 1 and set(params["lhs_dilation"]) == {1}
-    return plain and len(image) == 4 and max(features) > 16 and not reordered(node)
+    return plain and len(image) == 4 and max(features) > 16
 
 
 def _takes_window(node: Node) -> bool:
@@ -347,5 +329,5 @@ def _takes_window(node: Node) -> bool:
 _PRODUCTS = {
     "dot_general": _takes_product,
     "conv_general_dilated": _takes_convolution,
-    **dict.fromkeys(("reduce_window_max", "reduce_window_min"), _takes_window),
+    **dict.fromkeys(("reduce_window_max", "reduce_window_min", "reduce_window_sum"), _takes_window),
 }

@@ -12,7 +12,14 @@ from typing import Any
 
 import jax
 
-from xform._compat import Jaxpr, JaxprEqn, Var, dense_ragged_dot, weakref_lru_cache
+from xform._compat import (
+    Jaxpr,
+    JaxprEqn,
+    Var,
+    dense_ragged_dot,
+    new_jaxpr_eqn,
+    weakref_lru_cache,
+)
 from xform.jaxpr import carried
 from xform.lowering._tile_fn import primal
 from xform.primitives import cross_entropy, tile_sum
@@ -31,10 +38,15 @@ def as_written(eqn: JaxprEqn) -> None:
     del eqn
 
 
+def compiled(eqn: JaxprEqn) -> Jaxpr | None:
+    """`lowered`, and what else is another program for a compiler than for who reads it."""
+    return behind_barrier(eqn) if eqn.primitive.name == "remat2" else lowered(eqn)
+
+
 def dense(eqn: JaxprEqn) -> Jaxpr | None:
-    """`lowered`, and what a ragged product is made of but on a TPU: one of all groups, masked."""
+    """`compiled`, and what a ragged product is made of but on a TPU: one of all groups, masked."""
     if eqn.primitive.name != "ragged_dot_general" or eqn.params.get("group_offset") is not None:
-        return lowered(eqn)
+        return compiled(eqn)
     avals: list[Any] = [v.aval for v in eqn.invars]
     avals = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in avals]
     return jax.make_jaxpr(partial(dense_ragged_dot, **eqn.params))(*avals)
@@ -61,6 +73,26 @@ def _program(impl: Callable, params: tuple, avals: tuple, cpu: bool) -> Jaxpr:
     known = primal(fn)
     fresh = [*(not own for own in known), *[False] * (len(avals) - len(known))]
     return _mark_again(program, fresh)[0]
+
+
+def behind_barrier(eqn: JaxprEqn) -> Jaxpr:
+    """The body of a remat; where it runs again, it waits until all that it reads is there.
+
+    The barrier is JAX's own, of its lowering: it keeps a compiler from taking the second run for
+    the first, and from running it before the backward pass has come there.
+    """
+    body, guarded = eqn.params["jaxpr"], eqn.params["prevent_cse"]
+    if isinstance(guarded, bool):
+        guarded = (guarded,) * len(body.invars)
+    if not eqn.params["differentiated"] or not any(guarded):
+        return body
+    waits = [Var(v.aval) if held else v for v, held in zip(body.invars, guarded, strict=True)]
+    pairs = [(w, v) for w, v in zip(waits, body.invars, strict=True) if w is not v]
+    before, after = map(list, zip(*pairs, strict=True))
+    barrier = new_jaxpr_eqn(
+        before, after, jax.lax.optimization_barrier_p, {}, frozenset(), eqn.source_info
+    )
+    return body.replace(invars=waits, eqns=[barrier, *body.eqns])
 
 
 def _mark_again(jaxpr: Jaxpr, fresh: Sequence[bool]) -> tuple[Jaxpr, list[bool]]:

@@ -252,7 +252,7 @@ def _chosen(node: Node, spread: Mapping[Value, tuple[Value, Any]]) -> Value | No
     if node.name != "select_n":
         return None
     which, *cases = node.ins
-    found = _folded(spread[which][0] if which in spread else which)
+    found = folded(spread[which][0] if which in spread else which)
     return None if found is None else cases[int(found)]
 
 
@@ -264,7 +264,7 @@ _FOLDS: dict[str, Callable] = {
 }  # fmt: skip
 
 
-def _folded(v: Value, depth: int = 8) -> int | float | None:
+def folded(v: Value, depth: int = 8) -> int | float | None:
     """What a single number is, as far as constants tell."""
     if v.size != 1:
         return None
@@ -272,7 +272,7 @@ def _folded(v: Value, depth: int = 8) -> int | float | None:
         return np.asarray(v.known).item()
     if v.node is None or v.node.name not in _FOLDS or not depth:
         return None
-    args = [_folded(x, depth - 1) for x in v.node.ins]
+    args = [folded(x, depth - 1) for x in v.node.ins]
     return None if None in args else _FOLDS[v.node.name](*args)
 
 

@@ -1,0 +1,237 @@
+"""What a compiler makes of operations before it fuses: several in the place of one.
+
+Random bits are counters and what a cipher makes of them; a running sum is taken of each sixteen
+elements, then of what these end with; the gradient of a maximum over windows finds the place of
+each, of which it writes down every coordinate; a product that is turned is that of its operands in
+turn; a GPU sums a product of few rows in parts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+
+import jax.numpy as jnp
+from jax.core import ShapedArray
+
+from xform._cost_rules import aval
+from xform._program import Node, Region, Value
+from xform._split import GPUS, Gpu, Product, parts
+
+# XLA's: a running sum is taken of so many elements at once.
+_RUN = 16
+
+
+class Made(Node):
+    """A node that the compiler adds to a program, or that stands for several of them.
+
+    Attributes:
+      name: what it does, in the words of primitives; "library" for several.
+      members: the nodes that it stands for.
+    """
+
+    __slots__ = ("members",)
+
+    def __init__(
+        self, name: str, at: Node, ins: list[Value], outs: list[Value], members: Sequence[Node] = ()
+    ):
+        self.eqn, self.place, self.regions = at.eqn, at.place, {}
+        self.name, self.ins, self.outs, self.members = name, ins, outs, tuple(members)
+
+
+type Rule = Callable[[Node, dict], list[Node] | None]
+"""What stands for a node, or None where it stays; the second argument is for what nodes share."""
+
+
+def expand(region: Region, rules: Mapping[str, Rule]) -> Region:
+    """Takes operations apart, at every depth, by the rules of a device."""
+    for node in region.nodes:
+        for inner in node.regions.values() if node.name != "pallas_call" else ():
+            expand(inner, rules)
+    shared: dict = {}
+    nodes: list[Node] = []
+    for node in _in_turn(region):
+        rule = rules.get(node.name)
+        nodes += (rule(node, shared) if rule else None) or [node]
+    region.nodes[:] = nodes
+    return region
+
+
+def rules_of(name: str) -> Mapping[str, Rule]:
+    """The rules of a device by name."""
+    if name.lower() == "cpu":
+        return _CPU
+    gpu = next((gpu for known, gpu in GPUS.items() if known.lower() == name.lower()), None)
+    return {**_GPU, "dot_general": partial(_split, gpu=gpu)} if gpu else {}
+
+
+def _make(name: str, at: Node, ins: Sequence[Value], *types: tuple) -> Node:
+    """A node that makes new values of these shapes and dtypes."""
+    outs = [Value(ShapedArray(shape, jnp.dtype(dtype))) for shape, dtype in types]
+    return _made(name, at, ins, outs)
+
+
+def _made(name: str, at: Node, ins: Sequence[Value], outs: Sequence[Value]) -> Node:
+    node = Made(name, at, list(ins), list(outs))
+    for v in outs:
+        v.node = node
+    return node
+
+
+def _random_bits(node: Node, shared: dict) -> list[Node] | None:
+    """Threefry's: a counter of 64 bits for each result, as two numbers, of which it makes two."""
+    del shared
+    key, out = node.ins[0], node.outs[0]
+    if "fry" not in str(key.aval.dtype) or out.size < 2:
+        return None
+    word = out.aval.shape, jnp.uint32
+    counters = [_make("random_counter", node, [key], word) for _ in range(2)]
+    cipher = _make("threefry2x32", node, [c.outs[0] for c in counters], word, word)
+    if out.aval.dtype.itemsize != 4:
+        return [*counters, cipher, _made("or", node, cipher.outs, [out])]
+    return [*counters, cipher, _made("xor", node, cipher.outs, [out])]
+
+
+def _running(node: Node, shared: dict, *, end: str) -> list[Node] | None:
+    """A running sum: within runs, then of what the runs end with, then both together."""
+    del shared
+    params, out = node.eqn.params, node.outs[0]
+    shape, dim = list(out.aval.shape), params["axis"]
+    nodes: list[Node] = []
+    ins = node.ins
+    while shape[dim] > _RUN:
+        runs = -(-shape[dim] // _RUN)
+        shape[dim] = runs * _RUN
+        nodes.append(_make("reduce_window", node, ins, (tuple(shape), out.aval.dtype)))
+        ins, shape[dim] = nodes[-1].outs, runs
+    if not nodes:
+        return None
+    parts = [v for made in nodes for v in made.outs]
+    return [*nodes, _made(end, node, parts, [out])]
+
+
+def _unstack(node: Node, shared: dict) -> list[Node]:
+    """A slice for each result, and a view of it without the dimension."""
+    del shared
+    axis, (stack,) = node.eqn.params["axis"], node.ins
+    shape = list(stack.aval.shape)
+    shape[axis] = 1
+    nodes: list[Node] = []
+    for out in node.outs:
+        nodes.append(_make("slice", node, [stack], (tuple(shape), out.aval.dtype)))
+        nodes.append(_made("squeeze", node, nodes[-1].outs, [out]))
+    return nodes
+
+
+def _largest_of_windows(node: Node, shared: dict, *, alone: bool) -> list[Node]:
+    """The place of each largest element, coordinate by coordinate; then what is added there.
+
+    `alone`: whether the search over windows reads all that it needs from memory.
+    """
+    source, operand = node.ins
+    shape, out = operand.aval.shape, node.outs[0]
+    nodes: list[Node] = []
+
+    def once(d: int) -> Value:
+        if (shape, d) not in shared:
+            nodes.append(_make("iota", node, [], (shape, jnp.int32)))
+            shared[shape, d] = nodes[-1].outs[0]
+        return shared[shape, d]
+
+    places = [once(d) for d in range(len(shape))]
+    small = source.aval.shape
+    found = _make(
+        "reduce_window" if alone else "reduce", node, [operand, *places],
+        (small, out.aval.dtype), *[(small, jnp.int32)] * len(shape),
+    )  # fmt: skip
+    index = _make("concatenate", node, found.outs[1:], ((math.prod(small), len(shape)), jnp.int32))
+    zeros = _make("iota", node, [], (shape, out.aval.dtype))
+    into = [zeros.outs[0], index.outs[0], source]
+    return [*nodes, zeros, found, index, _made("scatter-add", node, into, [out])]
+
+
+def _stable(node: Node, shared: dict) -> list[Node] | None:
+    """A sort that keeps equal elements in order sorts their places too."""
+    del shared
+    counts = any(v.node is not None and v.node.name == "iota" for v in node.ins)
+    if counts or not node.eqn.params["is_stable"]:
+        return None
+    places = Value(ShapedArray(node.outs[0].aval.shape, jnp.dtype(jnp.int32)))
+    return [_made("sort", node, node.ins, [*node.outs, places])]
+
+
+def _split(node: Node, shared: dict, *, gpu: Gpu) -> list[Node] | None:
+    """A product whose sum is made in parts, each a product in float32, and their sum."""
+    del shared
+    (contract, _), (batch, _) = node.eqn.params["dimension_numbers"]
+    left, right = (aval(atom) for atom in node.eqn.invars[:2])
+    out = node.outs[0]
+    if not contract or left.dtype == jnp.int32:
+        return None
+    k, b = (math.prod(left.shape[d] for d in dims) for dims in (contract, batch))
+    sums = max(4, out.aval.dtype.itemsize)
+    product = Product(
+        b, left.size // max(1, k * b), right.size // max(1, k * b), k,
+        left.dtype.itemsize, right.dtype.itemsize, out.aval.dtype.itemsize, sums,
+    )  # fmt: skip
+    if (n := parts(product, gpu)) == 1:
+        return None
+    dtype = jnp.float32 if out.aval.dtype.itemsize < 4 else out.aval.dtype
+    whole = _make("product_parts", node, node.ins, ((n, *out.aval.shape), dtype))
+    return [whole, _made("parts_sum", node, whole.outs, [out])]
+
+
+_RUNNING = ("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp")
+_CPU: Mapping[str, Rule] = {
+    "random_bits": _random_bits,
+    "unstack": _unstack,
+    "select_and_scatter_add": partial(_largest_of_windows, alone=True),
+    **dict.fromkeys(_RUNNING, partial(_running, end="running_end")),
+}
+_GPU: Mapping[str, Rule] = {
+    "select_and_scatter_add": partial(_largest_of_windows, alone=False),
+    "sort": _stable,
+    **dict.fromkeys(_RUNNING, partial(_running, end="add")),
+}
+
+
+# ---- products that are turned --------------------------------------------------------------------
+
+
+def _in_turn(region: Region) -> list[Node]:
+    """The product of operands in turn, where nothing reads a product but what turns it."""
+    nodes = region.nodes
+    readers: dict[Value, int] = {}
+    for v in (*(v for node in nodes for v in node.ins), *region.outputs):
+        readers[v] = readers.get(v, 0) + 1
+    turned: dict[Node, Node] = {}
+    for node in nodes:
+        maker = node.ins[0].node if node.name == "transpose" else None
+        if maker is not None and readers[node.ins[0]] == 1 and _turns(maker, node):
+            turned[maker] = node
+    gone = set(turned.values())
+    return [_swapped(n, turned[n]) if n in turned else n for n in nodes if n not in gone]
+
+
+def _turns(product: Node, turn: Node) -> bool:
+    """Whether a transpose puts the dimensions of a product's second operand before the first's."""
+    if product.name != "dot_general" or isinstance(product, Made):
+        return False
+    (contract, _), (batch, _) = product.eqn.params["dimension_numbers"]
+    rank, same = len(product.outs[0].aval.shape), len(batch)
+    first = len(aval(product.eqn.invars[0]).shape) - len(contract)
+    order = (*range(same), *range(first, rank), *range(same, first))
+    return tuple(turn.eqn.params["permutation"]) == order
+
+
+def _swapped(product: Node, turn: Node) -> Node:
+    """The product whose operands are in turn, with the result of the transpose."""
+    eqn = product.eqn
+    contract, batch = eqn.params["dimension_numbers"]
+    params = {**eqn.params, "dimension_numbers": (contract[::-1], batch[::-1])}
+    swapped = eqn.replace(invars=eqn.invars[::-1], outvars=turn.eqn.outvars, params=params)
+    node = Node(swapped, product.place, product.ins[::-1])
+    node.outs = turn.outs
+    node.outs[0].node, node.outs[0].view = node, None
+    return node
