@@ -267,7 +267,7 @@ weights, rows = jax.tree.map(random, small), jax.random.normal(next(keys), text.
 taken = {name: seconds(step, weights, rows, runs=4) for name, step in steps.items()}
 # A peak that is measured is a lower bound: what has just been seen can be done, and a bit more.
 seen = max(float(counts[name].matrix_flops) / t for name, t in taken.items())
-here = replace(here, peak=here.peak | {"float32": max(peak, 1.01 * seen)})
+here = replace(here, peak={**here.peak, "float32": max(peak, 1.01 * seen)})
 for name, t in taken.items():
     print(f"{name}: {t * 1e3:.0f} ms")
     print("   ", mfu(counts[name], t, here))

@@ -38,7 +38,7 @@ def problem(t=T, d=D, v=V, dtype="float64", vocab_dim=1, seed=0):
     return (normal(t, d), weight, normal(v)), labels.at[::5].set(-1), cts
 
 
-def loss(x, labels, cts, implementation=None, chunks=SMALL, **options):
+def loss(x, labels, cts, implementation=None, chunks: Chunks | None = SMALL, **options):
     """A scalar in which every token's loss and log-sum-exp count differently; and both."""
     hidden, weight, bias = x
     both = linear_cross_entropy(

@@ -132,10 +132,14 @@ class _Forward:
 
         def for_each_row(work: Callable):
             """Folds `work(walk, steps before)`, which returns those after it, over all rows."""
-            row = lambda place, done: work(self.call.walk(*place, steps), done)
+
+            def at(place, done):
+                batch, head, row = place
+                return work(self.call.walk(batch, head, row, steps), done)
+
             if self.share:
-                return self.share.fold(row, int32(0))
-            return row([lax.axis_index(name) for name in ("batch", "head", "row")], int32(0))
+                return self.share.fold(at, int32(0))
+            return at([lax.axis_index(name) for name in ("batch", "head", "row")], int32(0))
 
         @plgpu.when(warpgroup < count)
         def _():
