@@ -105,7 +105,7 @@ def test_measured_times_tell_a_slow_stage():
     forward, backward, inputs, weights = map(np.asarray, (times.F, times.B, times.I, times.W))
     assert {of.shape for of in (forward, backward, inputs, weights)} == {(4,)}
     assert forward.min() > 0 < times.send
-    assert forward.argmax() == 1
+    assert forward[1] > 2 * forward.min()  # any of the others may have met a busy moment
     assert simulate(schedule, times).end > 3 * forward[1]
 
 
