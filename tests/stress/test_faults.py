@@ -45,8 +45,9 @@ def test_of_three_processes_one_is_stopped_and_the_others_name_it_and_end(tmp_pa
     del outcome.codes[rank], outcome.said[rank]
     assert outcome.codes == [HUNG, HUNG], outcome.said
     for words in outcome.said:
-        assert re.search(r"rank \d hangs: for 20.0 s it was at step [45] in phase", words), words
-        named = rf"rank {rank} gives no sign of life: it was last seen at step [345] in phase"
+        assert re.search(r"rank \d hangs: for 20.0 s it was at step [345] in phase", words), words
+        # Signs are left every two seconds, in which a run with compiled programs takes many steps.
+        named = rf"rank {rank} gives no sign of life: it was last seen at step [0-5] in phase"
         assert re.search(named, words), words
         assert words.count("gives no sign of life") == 1, words
 
