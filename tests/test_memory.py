@@ -327,6 +327,14 @@ def test_peak_of_the_example_grows_with_the_batch():
     assert peaks == sorted(set(peaks))
 
 
+def test_a_constant_that_leaves_its_dtype_is_counted():
+    def f(x):
+        big = jnp.int32(65536)
+        return x + big * big
+
+    assert memory(f, device="cpu")(jax.ShapeDtypeStruct((64,), jnp.int32)).peak >= 0
+
+
 def unrolled_again(ws, x):
     """Layers written out, each of which runs again for the backward pass."""
     layer = jax.checkpoint(lambda x, w: x + jnp.sin(jnp.tanh(x @ w)) @ w.T)

@@ -117,8 +117,8 @@ def _spread_key(node: Node, i: int) -> tuple:
     """Of what, and in which places of the result's dimensions of more than one element."""
     v, shape = node.ins[i], node.outs[0].aval.shape
     wide = [d for d, n in enumerate(shape) if n > 1]
-    if (number := folded(v)) is not None:
-        what, at = np.asarray(number, v.aval.dtype).tobytes(), ()
+    if (number := folded(v)) is not None:  # beyond its dtype, maybe: a name is enough here
+        what, at = str(number), ()
     else:
         size = aval(node.eqn.invars[i]).shape
         dims = node.eqn.params.get("broadcast_dimensions", range(len(size)))
