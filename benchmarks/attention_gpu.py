@@ -376,16 +376,18 @@ def picture(path: Path) -> None:
     left.set_xticks(range(len(plain)), [row.name for row in plain], rotation=30, ha="right")
     left.set_ylabel(f"TFLOP/s, bfloat16, {'backward' if backward else 'forward'}")
     left.set_title("Without mods")
-    left.legend(loc="lower right", framealpha=1)
+    left.margins(y=0.2)
+    left.legend(loc="upper center", ncols=3)
 
     ours = [name for name in seen if name.startswith("xform")]
     for n, name in enumerate(ours):
         ratios = [results[row.name]["FlexAttention"] / results[row.name][name] for row in modded]
         at = np.arange(len(modded)) + 0.4 * n
         bars = right.barh(at, ratios, 0.8 / len(ours), label=name)
-        right.bar_label(bars, fmt="%.2f", padding=-32, color="white")
+        right.bar_label(bars, fmt="%.2f", padding=4)
     right.set_yticks(range(len(modded)), [row.name for row in modded])
     right.invert_yaxis()
+    right.margins(x=0.1)
     right.axvline(1, color="black", linewidth=1)
     right.set_xlabel("speed, relative to FlexAttention's")
     right.set_title("With masks and scores of the user's")

@@ -298,12 +298,25 @@ class _Forward:
         if self.call.tiles.in_turns:
             plgpu.when(warpgroup == 0)(lambda: plgpu.barrier_wait(smem["turn"].at[0]))
 
+    def _lost(self, top):
+        """What the largest weight of each row loses where it is rounded to 1 for its product.
+
+        It is 1 but for the rounding of the scaled maximum, which of scores near 4,000 is 2e-4. If
+        it counted as it is, a row with one weight would be off its value by that; and so would be
+        what the backward pass subtracts from a product of that value.
+        """
+        base = jnp.where(top == -jnp.inf, 0.0, top * self.call.factor)
+        largest = jnp.exp2(top * self.call.factor - base)
+        near = jnp.abs(largest - 1.0) < float(jnp.finfo(self.call.narrow).eps) / 4
+        return jnp.where(near, largest - 1.0, 0.0)
+
     def _finish(self, walk, warpgroup, q0, acc, top, total, results, smem: dict):
         """Divides by the sums, and writes a warpgroup's rows."""
         out_ref, *statistics = results
         t, size = self.call.tiles, self.call.sizes.v_size
         rows = plgpu.ds(q0, t.q)
-        inverse = jnp.where(total == 0.0, 0.0, 1.0 / total)
+        weights = total - self._lost(top)
+        inverse = jnp.where(weights == 0.0, 0.0, 1.0 / weights)
         acc = acc * over_rows(inverse, (t.q, size))
         # What sees an infinite value is NaN, however the weights fall.
         acc = jnp.where(jnp.abs(acc) < jnp.inf, acc, jnp.nan)
