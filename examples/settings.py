@@ -10,7 +10,7 @@ import parallel
 import pipelined
 import rope
 from parallel import Layout
-from xform.train import files
+from xform.train import files, run
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,6 +127,17 @@ FREE = (
     *("data", "held_out", "tokenizer"),
     *("hang", "max_skips", "spike", "replay_every", "slow", "tensorboard", "profile"),
 )
+
+
+# What processes that share a mesh may have each for itself. Data are known by their contents, too.
+OF_EACH = ("coordinator", "process", "data", "held_out", "tokenizer")
+
+
+def in_common(config: Config) -> dict[str, Any]:
+    """Returns what all processes of a run must have: its config, on the same versions of JAX."""
+    had = dataclasses.asdict(config).items()
+    versions = {name: x for name, x in run.versions().items() if name.startswith("jax")}
+    return {**{name: x for name, x in had if name not in OF_EACH}, "versions": versions}
 
 
 OF_EXPERTS = ("experts", "top_k", "shared", "router", "capacity", "balance", "router_z")
