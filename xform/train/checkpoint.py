@@ -10,6 +10,7 @@ import logging
 import shutil
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -278,7 +279,9 @@ def _quiet() -> Iterator[None]:
     """Clears away, without a word, what orbax began to read beside the leaf that failed."""
     before, sys.unraisablehook = sys.unraisablehook, lambda _: None
     try:
-        gc.collect()
+        for _ in range(5):  # its threads may still be reading
+            time.sleep(0.02)
+            gc.collect()
         yield
         gc.collect()
     finally:
