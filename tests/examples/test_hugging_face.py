@@ -174,7 +174,7 @@ def test_a_config_that_the_model_can_not_be_is_refused_with_all_reasons(written)
         hugging_face.config_of(described)
 
 
-THEIRS = dict(
+SCALED = dict(
     rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
     original_max_position_embeddings=8192,
 )  # fmt: skip
@@ -198,7 +198,7 @@ THEIRS = dict(
             {"rope_scaling": {"type": "linear", "factor": 2.0, "low_freq_factor": 1.0}},
             "rope_scaling has low_freq_factor, and is of type 'linear'",
         ),
-        ({"rope_scaling": THEIRS | {"low_freq_factor": 4.0}}, "low=4.0 below high=4.0"),
+        ({"rope_scaling": SCALED | {"low_freq_factor": 4.0}}, "low=4.0 below high=4.0"),
         ({"quantization_config": {"bits": 4}}, r"quantization_config is \{'bits': 4\}, not None"),
         ({"num_key_value_heads": 3}, "model.heads=4 is no multiple of model.kv_heads=3"),
         ({"head_dim": 7}, "model.head_size=7 must be even"),
