@@ -15,7 +15,7 @@ def test_steps_between_two_numbers_are_recorded_once(monkeypatch, tmp_path, firs
     monkeypatch.setattr(jax.profiler, "start_trace", open_.append)
     monkeypatch.setattr(jax.profiler, "stop_trace", open_.clear)
     with Capture(tmp_path, (3, 5)) as capture:
-        for number in (*range(first, 8), *range(2, 8) if recorded else ()):
+        for number in (*range(first, 8), *range(2, 8 if recorded else 0)):
             with capture.step(number):
                 seen += [number] * len(open_)
     assert seen == recorded
