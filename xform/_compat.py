@@ -92,12 +92,14 @@ def wait_at_barrier(name: str, seconds: float) -> None:
 
 def put_up(key: str, text: str) -> None:
     """Leaves a text for all processes to read, under a key that none has had before."""
-    distributed.global_state.client.key_value_set(key, text)
+    if (client := distributed.global_state.client) is not None:
+        client.key_value_set(key, text)
 
 
 def texts_up(folder: str) -> dict[str, str]:
     """Returns the texts whose keys are in a folder, by key."""
-    return dict(distributed.global_state.client.key_value_dir_get(folder))
+    client = distributed.global_state.client
+    return {} if client is None else dict(client.key_value_dir_get(folder))
 
 
 def lower_with_devices(primitive: Primitive) -> None:
