@@ -28,7 +28,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 import llama
-from settings import known_of
+from settings import known_of, wrong_attention
 from xform.train import run
 from xform.train.checkpoint import Checkpoints
 
@@ -61,6 +61,9 @@ SIZES = {
 }
 REAL = ("rms_norm_eps", "rope_theta", "factor", "low_freq_factor", "high_freq_factor")
 LLAMA_3 = ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+# The numbers that a kind of RoPE's scaling is told by, and what else may stand beside them.
+SCALINGS = {"default": (), "linear": ("factor",), "llama3": ("factor", *LLAMA_3)}
+OF_ROPE = ("rope_type", "type", "rope_theta", "partial_rotary_factor")
 # Of what their configs may say, what this model is; it is also what they mean if they say nothing.
 FIXED = {
     "hidden_act": "silu",
@@ -68,6 +71,7 @@ FIXED = {
     "mlp_bias": False,
     "sliding_window": None,
     "partial_rotary_factor": 1.0,
+    "quantization_config": None,
 }
 FLOATS = ("F64", "F32", "F16", "BF16")  # as safetensors calls them; narrower ones go with scales
 INDEX = "model.safetensors.index.json"
@@ -106,21 +110,33 @@ def config_of(described: Mapping[str, Any]) -> llama.Config:
     wrong += [
         f"{name} is {x!r}, not {FIXED[name]!r}" for name, x in given.items() if x != FIXED[name]
     ]
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    names: tuple[str, ...] = ()
-    if kind in ("linear", "llama3"):
-        names = ("factor", *(LLAMA_3 if kind == "llama3" else ()))
-        wrong += [f"rope_scaling has no {name}" for name in names if name not in rope]
-    elif kind != "default":
-        wrong.append(f"rope_scaling is of type {kind!r}, not default, linear or llama3")
+    names, wrong_rope = _scaling_of(rope)
+    wrong += wrong_rope
     numbers = {name: d[name] for name in (*SIZES.values(), "rope_theta") if d.get(name) is not None}
     numbers |= {name: rope[name] for name in names if name in rope}
     wrong += [words for name, x in numbers.items() if (words := _no_number(name, x))]
-    if wrong:
+    config = None
+    if not wrong:
+        sizes = {ours: d[name] for ours, name in SIZES.items()}
+        scaling = tuple(float(rope[name]) for name in names)
+        config = llama.Config(**sizes, rope_base=float(d["rope_theta"]), rope_scaling=scaling)
+        wrong = wrong_attention(config)
+    if wrong or config is None:
         raise ValueError(f"`config.json` is of no model of llama.py: {'; '.join(wrong)}.")
-    sizes = {ours: d[name] for ours, name in SIZES.items()}
-    scaling = tuple(float(rope[name]) for name in names)
-    return llama.Config(**sizes, rope_base=float(d["rope_theta"]), rope_scaling=scaling)
+    return config
+
+
+def _scaling_of(rope: Mapping[str, Any]) -> tuple[tuple[str, ...], list[str]]:
+    """The numbers that a scaling of RoPE is told by, and in words what the model can't be."""
+    kinds = [rope[name] for name in ("rope_type", "type") if name in rope] or ["default"]
+    if wrong := [kind for kind in kinds if not (isinstance(kind, str) and kind in SCALINGS)]:
+        return (), [f"rope_scaling is of type {x!r}, not {', '.join(SCALINGS)}" for x in wrong]
+    if len(set(kinds)) > 1:
+        return (), [f"rope_scaling is of type {kinds[0]!r}, and of {kinds[1]!r}"]
+    names = SCALINGS[kinds[0]]
+    wrong = [f"rope_scaling has no {name}" for name in names if name not in rope]
+    more = [name for name in rope if name not in (*names, *OF_ROPE)]
+    return names, wrong + [f"rope_scaling has {x}, and is of type {kinds[0]!r}" for x in more]
 
 
 def _no_number(name: str, x: Any) -> str | None:

@@ -82,8 +82,9 @@ class Lasting:
                 self.done += 1
                 yield self.done, number, loss
             if fault:
-                self._leave_out(number, loss, fault)
-                self._go_back()
+                with clock.phase("restore"):
+                    self._leave_out(number, loss, fault)
+                    self._go_back()
                 metrics.rewind(self.done)
                 clock.lost_since(metrics.last_time)
                 print(f"back at step {self.done}, without batch {number}")

@@ -2,8 +2,10 @@
 
 import dataclasses
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import partial
+from typing import Any
 
 import jax
 import numpy as np
@@ -14,7 +16,7 @@ import llama
 import parallel
 import pipelined
 from settings import Config
-from xform import Costs, cost, hfu, memory, mfu
+from xform import Costs, cost, device, hfu, memory, mfu
 from xform.sharding import make_mesh, shardings
 from xform.train.data import Rows
 
@@ -28,6 +30,8 @@ def forecast(config: Config, mesh: Mesh) -> tuple[Costs, Costs]:
       Costs of what runs, and those of the model alone, on one device: of experts that a mesh or a
       capacity gives places, some of which stay empty, only what the tokens' choices cost.
     """
+    with suppress(ValueError):  # of a device that nobody knows, there are no shares
+        device()  # which measures a CPU: it takes seconds, for which no step is to wait
     mesh, layout = pipelined.flat(mesh, config.layout)
     costs, needs = counted(config, config.model, mesh, layout)
     print(f"{costs}\n{needs()}")
@@ -51,6 +55,19 @@ def counted(config: Config, model: llama.Config, mesh: Mesh, layout: parallel.La
     return cost(grads)(params, rows), partial(memory(grads), params, rows)
 
 
+def share(of: Callable[..., Any], costs: Costs, seconds: float, devices: int) -> str:
+    """Returns a utilisation in words; nothing where there is none that can be true.
+
+    The device may be one that xform does not know. And a CPU that was measured in a busy moment can
+    do more than it could then.
+    """
+    try:
+        found = of(costs, seconds, devices=devices)
+    except ValueError:
+        return ""
+    return f"{found.name} {found:.0%}"
+
+
 def shown(
     config: Config, steps: Iterator[tuple[int, int, float]], done: int, costs: tuple[Costs, Costs]
 ) -> Iterator[tuple[int, int, float, float | None]]:
@@ -68,9 +85,8 @@ def shown(
             start = start or now
             if i:
                 seconds = (now - start) / i
-                used = [f(c, seconds, devices=devices) for f, c in ((mfu, model), (hfu, ran))]
-                shares = "  ".join(f"{share.name} {share:.0%}" for share in used)
-                status = f"loss {loss:.3f}  {tokens / seconds:,.0f} tokens/s  {shares}"
+                used = [share(f, c, seconds, devices) for f, c in ((mfu, model), (hfu, ran))]
+                status = f"loss {loss:.3f}  {tokens / seconds:,.0f} tokens/s  {'  '.join(used)}"
                 bar.update(task, completed=done, description=status)
                 if done % 50 == 0:
                     bar.print(f"step {done:4}  {status}")

@@ -10,7 +10,7 @@ import parallel
 import pipelined
 import rope
 from parallel import Layout
-from xform.train import files
+from xform.train import files, run
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,6 +129,17 @@ FREE = (
 )
 
 
+# What processes that share a mesh may have each for itself. Data are known by their contents, too.
+OF_EACH = ("coordinator", "process", "data", "held_out", "tokenizer")
+
+
+def in_common(config: Config) -> dict[str, Any]:
+    """Returns what all processes of a run must have: its config, on the same versions of JAX."""
+    had = dataclasses.asdict(config).items()
+    versions = {name: x for name, x in run.versions().items() if name.startswith("jax")}
+    return {**{name: x for name, x in had if name not in OF_EACH}, "versions": versions}
+
+
 OF_EXPERTS = ("experts", "top_k", "shared", "router", "capacity", "balance", "router_z")
 
 
@@ -191,6 +202,16 @@ def wrong_watching(config: Config) -> list[str]:
     return wrong
 
 
+def wrong_attention(m: llama.Config) -> list[str]:
+    """Returns in words why heads could not share keys, or RoPE not turn them."""
+    wrong = rope.wrong(m.rope_scaling)
+    if m.kv_heads > 0 and m.heads % m.kv_heads:
+        wrong.append(f"model.heads={m.heads} is no multiple of model.kv_heads={m.kv_heads}")
+    if m.head_size % 2:
+        wrong.append(f"model.head_size={m.head_size} must be even, since RoPE turns pairs")
+    return wrong
+
+
 def check(config: Config) -> None:
     """Raises one error that lists all that makes no sense by itself."""
     m, layout = config.model, config.layout
@@ -202,11 +223,7 @@ def check(config: Config) -> None:
     positive |= {name: getattr(config, name) for name in names}
     good = lambda n: n is None or 0 < n < math.inf
     wrong = [f"{x}={n} must be above 0" for x, n in positive.items() if not good(n)]
-    if m.kv_heads > 0 and m.heads % m.kv_heads:
-        wrong.append(f"model.heads={m.heads} is no multiple of model.kv_heads={m.kv_heads}")
-    if m.head_size % 2:
-        wrong.append(f"model.head_size={m.head_size} must be even, since RoPE turns pairs")
-    wrong += rope.wrong(m.rope_scaling)
+    wrong += wrong_attention(m)
     if layout.microbatches < 1 or not 0 <= layout.ahead <= m.layers:
         wrong.append(
             f"layout.microbatches={layout.microbatches} must be above 0, and "

@@ -42,7 +42,7 @@ import progress
 from lasting import Lasting, set_aside_unreadable
 from reading import data_for as data_for
 from reading import data_of, info_of, position, refuse_another, saved_of, tokenizer_for
-from settings import Config, check, known_of, wrong_processes
+from settings import Config, check, in_common, known_of, wrong_processes
 from steps import explained as explained
 from steps import first_state as first_state
 from steps import gradients_for as gradients_for
@@ -144,6 +144,7 @@ def fit(
                 metrics.write(done, **values, time=clock.time, seconds=seconds)
                 if slow := pace.warning(done, seconds):
                     print(slow)
+                checkpoints.check()
                 last = processes.asked_to(stop)  # asked once: what it is asked for is saved
                 if last or done == config.steps or done % config.save_every == 0:
                     with clock.phase("save"):
@@ -175,6 +176,7 @@ def begin(config: Config, info: dict) -> Path:
 def main(config: Config) -> None:
     """Trains, evaluates and samples, or goes on with that."""
     clock = Clock()
+    processes.same("config", in_common(config))
     if config.resume:
         set_aside_unreadable(Path(config.run or run.newest_run()))
     saved = saved_of(config)
@@ -187,6 +189,9 @@ def main(config: Config) -> None:
     tokenizer = tokenizer_for(config)
     rows, held_out = data_of(config, tokenizer, saved)
     info = info_of(config, rows, held_out, tokenizer)
+    processes.same(
+        "data", {name: info[name] for name in ("data", "held_out", "order", "tokenizer")}
+    )
     if saved:
         refuse_another(*saved, config, info)
     layout = " × ".join(f"{axis}={size}" for axis, size in mesh.shape.items())

@@ -98,6 +98,13 @@ def test_init_is_a_table_of_contents(path):
         assert all(alias.name == alias.asname for alias in entry.names)
 
 
+def test_every_barrier_has_a_limit():
+    """JAX's own waits for ever; each of xform's takes the seconds that it may."""
+    for path in SOURCES:
+        if path != Path(__file__):
+            assert "sync_global_devices" not in path.read_text(), here(path)
+
+
 @pytest.mark.parametrize("layer", ["lowering", "primitives", "sharding"])
 def test_root_link_is_a_door_into_the_layer(layer):
     link = ROOT / layer

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 # 0.11, 0.12: whether it is in use is asked once a process, whatever the public option says later.
-# 0.11, 0.12: holds the client of the service that processes meet at, whose barrier has a limit.
+# 0.11, 0.12: holds the client of the service that processes meet at: barriers with a limit, texts.
 # 0.11, 0.12: has the only way to register platforms and not start them.
 from jax._src import compilation_cache, distributed, xla_bridge
 
@@ -88,6 +88,18 @@ def wait_at_barrier(name: str, seconds: float) -> None:
     """
     if (client := distributed.global_state.client) is not None:
         client.wait_at_barrier(name, int(1000 * seconds))
+
+
+def put_up(key: str, text: str) -> None:
+    """Leaves a text for all processes to read, under a key that none has had before."""
+    if (client := distributed.global_state.client) is not None:
+        client.key_value_set(key, text)
+
+
+def texts_up(folder: str) -> dict[str, str]:
+    """Returns the texts whose keys are in a folder, by key."""
+    client = distributed.global_state.client
+    return {} if client is None else dict(client.key_value_dir_get(folder))
 
 
 def lower_with_devices(primitive: Primitive) -> None:

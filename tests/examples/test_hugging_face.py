@@ -166,12 +166,49 @@ def test_a_config_that_the_model_can_not_be_is_refused_with_all_reasons(written)
         "model_type='gemma' is no Llama", "hidden_act is 'gelu', not 'silu'",
         "attention_bias is True, not False", "sliding_window is 128, not None",
         "partial_rotary_factor is 0.5, not 1.0", "vocab_size is missing",
-        "rope_scaling is of type 'yarn', not default, linear or llama3",
+        "rope_scaling is of type 'yarn', not default, linear, llama3",
     ):  # fmt: skip
         assert words in str(error.value)
     described |= {"vocab_size": 48, "rope_scaling": {"type": "llama3", "factor": 2.0}}
     with pytest.raises(ValueError, match=r"has no low_freq_factor; .* no high_freq_factor"):
         hugging_face.config_of(described)
+
+
+SCALED = dict(
+    rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
+    original_max_position_embeddings=8192,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ({"rope_scaling": {"factor": 2.0}}, "rope_scaling has factor, and is of type 'default'"),
+        ({"rope_scaling": {"type": None}}, "is of type None, not default, linear, llama3"),
+        ({"rope_scaling": {"type": ["linear"]}}, r"is of type \['linear'\], not default"),
+        (
+            {"rope_scaling": {"rope_type": "linear", "type": "default", "factor": 2.0}},
+            "is of type 'linear', and of 'default'",
+        ),
+        (
+            {"rope_parameters": {"full_attention": {"rope_type": "linear", "factor": 2.0}}},
+            "rope_scaling has full_attention, and is of type 'default'",
+        ),
+        (
+            {"rope_scaling": {"type": "linear", "factor": 2.0, "low_freq_factor": 1.0}},
+            "rope_scaling has low_freq_factor, and is of type 'linear'",
+        ),
+        ({"rope_scaling": SCALED | {"low_freq_factor": 4.0}}, "low=4.0 below high=4.0"),
+        ({"quantization_config": {"bits": 4}}, r"quantization_config is \{'bits': 4\}, not None"),
+        ({"num_key_value_heads": 3}, "model.heads=4 is no multiple of model.kv_heads=3"),
+        ({"head_dim": 7}, "model.head_size=7 must be even"),
+    ],
+)
+def test_what_would_be_left_out_of_a_config_is_refused(written, more, words):
+    """It would be another model, and nobody would be told."""
+    described = json.loads((written / "plain" / "config.json").read_text())
+    with pytest.raises(ValueError, match=rf"is of no model of llama.py: .*{words}"):
+        hugging_face.config_of(described | more)
 
 
 NARROW = {"model.norm.weight": np.zeros(32, np.int8)}

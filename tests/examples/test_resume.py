@@ -75,6 +75,23 @@ def random_stops(seed: int, count: int) -> list[int]:
     return sorted(rng.choice(np.arange(1, STEPS), count, replace=False).tolist())
 
 
+def begun_on(on: On) -> dict:
+    """The first state, as it rests in a checkpoint."""
+    config = dataclasses.replace(TINY, **on.options)
+    devices = jax.devices("cpu")[: int(np.prod(list(on.mesh.values())))]
+    state = train.first_state(config, make_mesh(**on.mesh, devices=devices))
+    return jax.device_get(train.pipelined.at_rest(state, train.schedule_for(config)))
+
+
+@pytest.mark.parametrize(
+    "on",
+    [SPLIT, *(pytest.param(on, marks=pytest.mark.slow) for on in (WIDE, CUBE, PIPE, LONG_PIPE))],
+)
+def test_it_begins_with_the_same_state_on_every_mesh(on):
+    """Bit by bit, without a checkpoint that another run would have to make first."""
+    jax.tree.map(np.testing.assert_array_equal, begun_on(on), begun_on(ONE))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("on", [WIDE, CUBE, SPLIT, PIPE], ids=lambda on: "x".join(on.mesh))
 @pytest.mark.parametrize("seed", [0, 1])

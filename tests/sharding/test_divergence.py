@@ -5,7 +5,9 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
+from xform._program import program
 from xform.sharding import audit, declare, make_mesh
+from xform.sharding._divergence import diverging
 
 P = jax.P
 S = jax.ShapeDtypeStruct
@@ -142,3 +144,35 @@ def test_a_collective_where_devices_part_is_found(f, check_vma):
 @pytest.mark.parametrize("f", AGREEING, ids=lambda f: f.__name__)
 def test_one_where_they_agree_is_not(f, check_vma):
     assert offenders(f, check_vma) == ()
+
+
+def dealt(x):
+    """What a router of experts sends: as many rows as it likes to each device."""
+    sizes = jnp.ones(4, jnp.int32) + varying(jnp.zeros(4, jnp.int32), "pp")
+    at = jnp.arange(4, dtype=jnp.int32) * sizes
+    return lax.ragged_all_to_all(x, x * 0, at, sizes, at, sizes, axis_name="pp")
+
+
+MOVES = {
+    "ragged_all_to_all": dealt,
+    "all_to_all": lambda x: lax.all_to_all(x, "pp", 0, 0, tiled=True),
+    "all_gather": lambda x: lax.all_gather(x, "pp", tiled=True)[: x.size],
+    "reduce_scatter": lambda x: jnp.tile(lax.psum_scatter(x, "pp", tiled=True), 4),
+    "pmax": lambda x: varying(lax.pmax(x, "pp"), "pp"),
+}
+
+
+@pytest.mark.parametrize("name", MOVES)
+def test_every_collective_of_a_stage_under_a_switch_is_found(name):
+    """As of experts within a stage of a pipeline, which others are not in at that time."""
+
+    def stage(x):
+        with declare("experts", "pp"):
+            return MOVES[name](x)
+
+    switch = lambda x: lax.switch(lax.axis_index("pp"), [stage, jnp.sin, jnp.cos, jnp.tanh], x)
+    mesh = make_mesh(pp=4, tp=2)
+    f = jax.shard_map(switch, mesh=mesh, in_specs=P("pp"), out_specs=P("pp"))
+    x = S((64,), jnp.float32, sharding=jax.NamedSharding(mesh, P("pp")))
+    (found,) = diverging(program(jax.make_jaxpr(f)(x)))
+    assert (found.op, found.axes, found.control) == (name, ("pp",), "cond")

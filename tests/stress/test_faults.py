@@ -21,7 +21,7 @@ from benchmarks.fault_campaign import FAULTS, HUNG, ROOT, Campaign, Life, lines_
 
 def test_three_faults_lose_nothing(tmp_path):
     kinds = ["killed", "stopped", "killed before it commits"]
-    campaign = Campaign(tmp_path, steps=14)
+    campaign = Campaign(tmp_path, steps=14, hang=8.0)
     campaign.undisturbed()
     assert [life.fault for life, _ in campaign.faults(kinds)] == kinds
 

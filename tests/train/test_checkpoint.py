@@ -4,6 +4,7 @@ import json
 import shutil
 import subprocess
 import sys
+import time
 import traceback
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,8 +17,12 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 pytest.importorskip("orbax.checkpoint")
+pytest.importorskip("optax")
 
-from xform.sharding import make_mesh, shardings
+import optax
+
+from xform.sharding import TensorParallel, make_mesh, settle, shardings
+from xform.sharding.loss import cross_entropy
 from xform.train.checkpoint import Checkpoints
 
 RNG = np.random.default_rng(0)
@@ -99,6 +104,72 @@ def test_a_state_comes_back_on_other_devices_with_the_axes_asked_for(tmp_path, k
             np.testing.assert_array_equal(found, x)
             assert found.sharding == at
             assert jax.typeof(found).sharding.mesh.axis_types == (kind, kind)
+
+
+@pytest.mark.parametrize("kind", ["pinned_host", "unpinned_host", "device"])
+def test_what_is_offloaded_comes_back_where_it_was_or_where_it_is_asked_for(tmp_path, kind):
+    mesh, x = mesh_of(4, 2), RNG.normal(size=(8, 6)).astype(np.float32)
+    at = NamedSharding(mesh, P("dp", "tp"), memory_kind=kind)
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(1, {"moments": jax.device_put(x, at)}, {})
+        checkpoints.wait()
+        for asked in (at, NamedSharding(mesh_of(1, 2), P("tp"), memory_kind="device")):
+            like = jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=asked)
+            found = checkpoints.restore({"moments": like})["moments"]
+            assert found.sharding == asked
+            np.testing.assert_array_equal(found, x)
+
+
+ENTRIES = 1003
+"""Of a vocabulary that neither two nor four devices divide."""
+
+
+def model_of(tp: int):
+    """A step of a model whose vocabulary is padded, its first state, and tokens of ten steps."""
+    mesh, padded = make_mesh(tp=tp, devices=jax.devices("cpu")[:tp]), ENTRIES + 1
+    rule, optimizer = TensorParallel("tp"), optax.adam(1e-2)
+    specs = {"embed": P("tp"), "unembed": P(None, "tp")}
+
+    def loss(params, tokens):
+        x = rule.embed(params["embed"], tokens[:, :-1])
+        each, _ = cross_entropy(x, params["unembed"], tokens[:, 1:], rule, entries=ENTRIES)
+        return each.mean()
+
+    of = jax.shard_map(
+        jax.value_and_grad(loss), mesh=mesh, in_specs=(specs, P()), out_specs=(P(), specs)
+    )
+
+    @jax.jit
+    def step(state, tokens):
+        loss, grads = of(state["params"], tokens)
+        change, moments = optimizer.update(grads, state["moments"], state["params"])
+        return {"params": optax.apply_updates(state["params"], change), "moments": moments}, loss
+
+    rng = np.random.default_rng(5)
+    shapes = {"embed": (padded, 8), "unembed": (8, padded)}
+    params = {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
+    params = jax.device_put(params, shardings(mesh, specs))
+    tokens = jax.device_put(rng.integers(ENTRIES, size=(10, 4, 17)), shardings(mesh, P()))
+    return step, {"params": params, "moments": optimizer.init(params)}, tokens
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+def test_a_vocabulary_that_no_mesh_divides_goes_on_bit_by_bit(tmp_path, tp):
+    """Ten steps, and five with five more after a checkpoint."""
+    step, first, tokens = model_of(tp)
+    state, losses = first, []
+    with Checkpoints(tmp_path) as checkpoints:
+        for i in range(10):
+            if i == 5:
+                checkpoints.save(i, state, {})
+            state, loss = settle(step(state, tokens[i]))
+            losses.append(float(loss))
+        again = checkpoints.restore(first)  # with its counter, which is on no mesh
+    for i in range(5, 10):
+        again, loss = settle(step(again, tokens[i]))
+        assert float(loss) == losses[i]
+    assert len(set(losses)) == 10
+    jax.tree.map(np.testing.assert_array_equal, again, state)
 
 
 def test_what_is_restored_can_be_donated(tmp_path):
@@ -260,6 +331,13 @@ def small_disk(path):
         subprocess.run(["umount", "--lazy", str(path)], check=True)
 
 
+def checked_until_it_fails(checkpoints: Checkpoints) -> None:
+    """As a loop does after each of its steps."""
+    for _ in range(3000):
+        checkpoints.check()
+        time.sleep(0.01)
+
+
 @pytest.mark.parametrize("full", [small_files, small_disk])
 def test_a_full_disk_is_an_error_and_the_last_checkpoint_stays(tmp_path, full, capfd):
     """One error with one message: no traceback of orbax before it, and no log."""
@@ -270,7 +348,7 @@ def test_a_full_disk_is_an_error_and_the_last_checkpoint_stays(tmp_path, full, c
             checkpoints.save(2, {"x": LARGE}, {"at": 2})
             message = rf"4.0 MB could not be .*{reason}.*that of step 1 is"
             with pytest.raises(OSError, match=message) as error:
-                checkpoints.wait()
+                checked_until_it_fails(checkpoints)
             shown = traceback.format_exception(error.value)
             assert "/orbax/" not in "".join(shown)
         assert {path.name for path in tmp_path.iterdir()} == {"1"}

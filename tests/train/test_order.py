@@ -149,8 +149,21 @@ def test_a_mixture_takes_and_counts_as_its_sources_do():
 
 @pytest.mark.parametrize("weights", [(1.0,), (1.0, 0.0), (1.0, float("nan")), (1.0, -2.0)])
 def test_weights_that_make_no_sense_are_refused(weights):
-    with pytest.raises(ValueError, match=r"a `Mixture` of 2 sources needs as many weights, each a"):
+    with pytest.raises(
+        ValueError, match=r"a `Mixture` of 2 sources needs as many weights, at least"
+    ):
         Mixture((ROWS, ROWS), weights)
+
+
+def test_sources_that_make_no_mixture_are_refused():
+    with pytest.raises(
+        ValueError, match=r"a `Mixture` of 0 sources needs as many weights, at least"
+    ):
+        Mixture((), ())
+    wide = pack([np.arange(12)], length=6)
+    narrow = pack([np.arange(12)], length=4)
+    with pytest.raises(ValueError, match=r"needs rows of one length, found \[4, 6\]: make all"):
+        Mixture((wide, narrow), (1.0, 1.0))
 
 
 def test_an_order_is_known_by_what_it_is():
@@ -170,3 +183,6 @@ def test_an_order_takes_no_memory_and_no_time_before_its_first_sample():
     assert max(some) > 2**30
     with pytest.raises(ValueError, match=r"from 1 to 2\*\*31 rows in a source"):
         order((2**31 + 1,), (1.0,), 0)
+    for seed in (-1, 2**32):
+        with pytest.raises(ValueError, match=rf"a seed from 0 to 2\*\*32 - 1: seed={seed}"):
+            order((4,), (1.0,), seed)

@@ -10,6 +10,8 @@ import jax
 class Capture:
     """Records the steps from the first to the last of two numbers, once.
 
+    A run that goes on from between them records those that are left.
+
     Use it in a `with` block, whose end closes what is still open.
 
     Args:
@@ -30,7 +32,7 @@ class Capture:
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
         """Names a step in the profile, and begins and ends that where its number says so."""
-        if self.steps and not self._open and number == self.steps[0]:
+        if self.steps and not self._open and self.steps[0] <= number <= self.steps[1]:
             jax.profiler.start_trace(self.folder)
             self._open = True
         with jax.profiler.StepTraceAnnotation("train", step_num=number):

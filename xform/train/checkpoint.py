@@ -10,6 +10,7 @@ import logging
 import shutil
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,6 +23,7 @@ from jax.tree_util import keystr
 from jaxtyping import PyTree
 
 _INFO = "info"
+_FINALIZE = "save_finalize"  # orbax's thread that sees to it that a save is whole
 _TREE = "tree"  # orbax wants a container, and a tree may be one array
 
 
@@ -122,6 +124,17 @@ class Checkpoints:
         except Exception as error:  # tensorstore has no type of its own for a full disk
             self._failed(error)
 
+    def check(self) -> None:
+        """Raises as soon as the last save has failed; where it is still being written, returns.
+
+        A loop asks for it after each step, so as not to train on to the next save in vain.
+
+        Raises:
+          OSError: It failed. Earlier checkpoints are whole.
+        """
+        if all(thread.name != _FINALIZE for thread in threading.enumerate()):
+            self.wait()
+
     def info(self) -> dict:
         """Returns the JSON object of the newest checkpoint.
 
@@ -137,7 +150,8 @@ class Checkpoints:
 
         Args:
           like: Trees by name, of arrays or of `jax.ShapeDtypeStruct`s with a sharding, which say
-            shape, dtype and placement of each leaf. The mesh need not be that of the save.
+            shape, dtype and placement of each leaf. The mesh need not be that of the save. An array
+            that nobody placed, as a counter of optax, may go on being used with those of any mesh.
 
         Raises:
           FileNotFoundError: There is no checkpoint.
@@ -155,7 +169,10 @@ class Checkpoints:
                     f"the checkpoint `{path}` is of another program: {'; '.join(wrong)}."
                 )
             restored = self._manager.restore(step, args=ocp.args.Composite(**items))
-            return {name: restored[name][_TREE] for name in wanted}
+            return {
+                name: jax.tree.map(_as_free, tree, restored[name][_TREE])
+                for name, tree in like.items()
+            }
 
         return self._read(read)
 
@@ -232,7 +249,7 @@ def _meet(*, key: str, timeout_ms: int) -> None:
     here, and they learn of it as its process ends.
     """
     error = sys.exception()
-    if error and jax.process_count() > 1 and threading.current_thread().name == "save_finalize":
+    if error and jax.process_count() > 1 and threading.current_thread().name == _FINALIZE:
         raise error
     ocp.multihost.get_barrier_sync_fn()(key=key, timeout_ms=timeout_ms)
 
@@ -262,7 +279,9 @@ def _quiet() -> Iterator[None]:
     """Clears away, without a word, what orbax began to read beside the leaf that failed."""
     before, sys.unraisablehook = sys.unraisablehook, lambda _: None
     try:
-        gc.collect()
+        for _ in range(5):  # its threads may still be reading
+            time.sleep(0.02)
+            gc.collect()
         yield
         gc.collect()
     finally:
@@ -271,6 +290,16 @@ def _quiet() -> Iterator[None]:
 
 def _struct(x) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
+
+
+def _as_free(like, x: jax.Array) -> jax.Array:
+    """The array, bound to its device only if the other one is."""
+    if getattr(like, "committed", True):
+        return x
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        data = jnp.asarray(jax.device_get(jax.random.key_data(x)))
+        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
+    return jnp.asarray(jax.device_get(x))
 
 
 def _differences(path: Path, wanted: PyTree) -> list[str]:

@@ -6,8 +6,8 @@ up to its wall time as well, over any number of restarts: a process that goes on
 was lost between the last line that is kept and its own start.
 
 Phases are "start" (until the first step), "compile" (the first step of a process), "data", "step",
-"save", "replay" and "other" (metrics, pictures, agreeing to stop), and "lost": steps that are not
-kept, and the time in which nothing ran.
+"save", "replay", "restore" (going back), "other" (metrics, pictures, agreeing to stop), and "lost":
+steps that are not kept, and the time in which nothing ran.
 """
 
 import os

@@ -145,7 +145,8 @@ class Mixture:
       weights: How many samples each gives, in proportion; above 0.
 
     Raises:
-      ValueError: There is not one weight for each source, or one is not above 0.
+      ValueError: There is no source, or not one weight for each, or one is not above 0; or their
+        rows differ in length.
 
     >>> few, many = (pack([np.full(n, n)], length=2) for n in (4, 99))
     >>> part = batch(Mixture((few, many), (1.0, 2.0)), 0, size=12, seed=0)
@@ -158,10 +159,16 @@ class Mixture:
 
     def __post_init__(self):
         wrong = [w for w in self.weights if not 0 < w < float("inf")]
-        if wrong or len(self.weights) != len(self.sources):
+        if wrong or not self.sources or len(self.weights) != len(self.sources):
             raise ValueError(
-                f"a `Mixture` of {len(self.sources)} sources needs as many weights, each a number "
-                f"above 0; found {self.weights}"
+                f"a `Mixture` of {len(self.sources)} sources needs as many weights, at least one, "
+                f"each a number above 0; found {self.weights}"
+            )
+        lengths = [block.shape[1] for block in self.blocks]
+        if len(set(lengths)) > 1:
+            raise ValueError(
+                f"a `Mixture` needs rows of one length, found {sorted(set(lengths))}: make all of "
+                "them with the same `length`"
             )
 
     @property

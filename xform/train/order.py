@@ -40,6 +40,8 @@ def order(counts: tuple[int, ...], weights: tuple[float, ...], seed: int) -> Ord
 
     if not all(1 <= count <= 2**31 for count in counts):
         raise ValueError(f"an order of samples needs from 1 to 2**31 rows in a source: {counts=}")
+    if not 0 <= seed < 2**32:
+        raise ValueError(f"an order of samples needs a seed from 0 to 2**32 - 1: {seed=}")
     parts = [
         grain.MapDataset.range(start, end).shuffle(seed=_seed(seed, i)).repeat()
         for i, (start, end) in enumerate(pairwise(accumulate(counts, initial=0)))

@@ -4,11 +4,12 @@ Each runs the same program and has its own devices and its own copy of what the 
 GPUs of one machine, `CUDA_VISIBLE_DEVICES` says which are whose.
 """
 
+import json
 import os
 import re
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from signal import Signals
@@ -18,8 +19,8 @@ import numpy as np
 from jax.experimental.multihost_utils import process_allgather
 from jax.sharding import PartitionSpec as P
 
-from xform._compat import wait_at_barrier
-from xform.train.run import Stop, ending
+from xform._compat import put_up, texts_up, wait_at_barrier
+from xform.train.run import Stop, differences, ending
 from xform.train.watchdog import voice
 
 _waited: Counter[str] = Counter()
@@ -113,6 +114,47 @@ def wait(name: str, *, seconds: float = 600.0) -> None:
             f"at the barrier `{name}`, {who} {verb} within {seconds:g} s to rank "
             f"{jax.process_index()}: look at what was said there."
         ) from None
+
+
+def same(name: str, facts: Mapping, *, seconds: float = 600.0) -> None:
+    """Returns once it is known that all processes have the same facts; no device takes part.
+
+    Meshes and programs may be made in any order. But programs of several processes meet in their
+    collectives, one after the other: where one process starts another program, or in another order,
+    they take each other's numbers without a word, or wait for ever. So what programs follow from is
+    compared before the first of them.
+
+    Args:
+      name: What the facts are, the same in all processes.
+      facts: What all are to have, as JSON by name.
+      seconds: How long to wait for the others.
+
+    Raises:
+      ValueError: In every process; it lists what ranks have otherwise than rank 0.
+      TimeoutError: Not all came in time.
+
+    >>> same("layout", {"tp": 2})  # there are no others
+    """
+    if jax.process_count() == 1:
+        return
+    rank, place = jax.process_index(), f"xform/{name}/{_waited[name]}"
+    own = json.loads(json.dumps(dict(facts)))
+    if not rank:
+        put_up(f"{place}/first", json.dumps(own))
+    wait(name, seconds=seconds)
+    first = json.loads(texts_up(f"{place}/")[f"{place}/first"])
+    if wrong := differences(first, own, sides=("on rank 0", f"on rank {rank}")):
+        put_up(f"{place}/others/{rank}", "; ".join(wrong))
+    wait(name, seconds=seconds)
+    if others := texts_up(f"{place}/others/"):
+        with suppress(TimeoutError, jax.errors.JaxRuntimeError):
+            wait(name, seconds=seconds)  # who keeps the texts would end before all have read them
+        words = "; ".join(list(others.values())[:8])
+        words += f"; and {len(others) - 8} ranks more" if len(others) > 8 else ""
+        raise ValueError(
+            f"processes differ in their {name}: {words}. Their programs would wait for each other "
+            "in vain: give all the same."
+        )
 
 
 def asked_to(stop: Stop) -> bool:

@@ -165,20 +165,28 @@ def newest_run(root: Path | str = "runs") -> Path:
     return runs[-1].parent
 
 
-def differences(saved: Mapping, asked: Mapping, free: Collection[str] = ()) -> list[str]:
+def differences(
+    saved: Mapping,
+    asked: Mapping,
+    free: Collection[str] = (),
+    *,
+    sides: tuple[str, str] = ("there", "now"),
+) -> list[str]:
     """Returns in words where two configs differ.
 
     Args:
       saved: That of the run or its checkpoint.
       asked: That of now.
       free: Names at the top that may differ.
+      sides: What the two are called.
 
     >>> differences({"seed": 0, "model": {"layers": 4}}, {"seed": 1, "model": {"layers": 4}})
     ['seed is 0 there and 1 now']
     """
     left, right = (dict(_flat(config)) for config in (saved, asked))
+    one, other = sides
     return [
-        f"{name} is {left.get(name, 'missing')} there and {right.get(name, 'missing')} now"
+        f"{name} is {left.get(name, 'missing')} {one} and {right.get(name, 'missing')} {other}"
         for name in left | right
         if name.split(".")[0] not in free and left.get(name) != right.get(name)
     ]

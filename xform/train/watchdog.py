@@ -23,8 +23,8 @@ from xform.train.metrics import replace
 HUNG = 75
 """The exit code: `EX_TEMPFAIL` of sysexits.h, which says that another try may succeed."""
 
-PATIENCE = {"start": 10.0, "compile": 10.0, "replay": 10.0, "end": 10.0}
-"""How many times longer than others phases may take that compile programs or read data."""
+PATIENCE: dict[str, float] = dict.fromkeys(("start", "compile", "replay", "restore", "end"), 10.0)
+"""How many times longer than others phases may take that compile programs or read much."""
 
 
 voice = threading.Lock()

@@ -3,9 +3,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.sharding import PartitionSpec as P
 
 from xform import causal, flex_attention
+from xform._compat import varying_axes
 from xform.jaxpr import trace, walk
+from xform.sharding import make_mesh, shardings
 from xform.sharding.pipeline import split, verify, zb_h1
 
 
@@ -185,3 +188,24 @@ def test_types_are_enough_and_integers_are_refused():
         split(lambda w, x: x * w, shape(4), jnp.arange(4))
     with pytest.raises(TypeError, match=r"`y`, which travels .* leaves of bool"):
         split(lambda w, x: x > 0, shape(4), shape(4))
+
+
+def test_what_follows_from_where_a_device_is_is_made_again():
+    """Angles of positions that a ring deals out, say: they vary along no axis of the pipeline."""
+    found = []
+
+    def local(w, x):
+        angle = lambda: jnp.cos(0.1 * lax.axis_index("cp"))
+        found.append(split(lambda w, x: jnp.sin(x * w) * angle(), w, x))
+        y, kept = found[0].forward(w, x)
+        return found[0].backward(w, kept, y)[0]
+
+    mesh = make_mesh(pp=2, cp=4)
+    f = jax.shard_map(local, mesh=mesh, in_specs=(P("pp"), P("pp", "cp")), out_specs=P("pp", "cp"))
+    w, x = np.arange(1.0, 3.0, dtype=np.float32), np.ones((2, 4), np.float32)
+    dx = jax.jit(f)(*jax.device_put((w[:, None], x), shardings(mesh, (P("pp"), P("pp", "cp")))))
+    angle = np.cos(0.1 * np.arange(4))
+    expected = w[:, None] * np.cos(w[:, None]) * np.sin(w[:, None]) * angle**2
+    np.testing.assert_allclose(dx, expected, rtol=1e-5)
+    assert all("pp" in varying_axes(kept) for kept in found[0].keeps)
+    assert all(kept.shape == (1, 1) for kept in found[0].keeps)

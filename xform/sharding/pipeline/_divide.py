@@ -153,7 +153,9 @@ def moving_names(jaxpr: Jaxpr, varies: Sequence[bool]) -> set[Any]:
         if eqn.primitive.name == "scan":
             out, _ = _scanmoving_names(eqn, flags)
         else:
-            out = [any(flags) or bool(eqn.effects)] * len(eqn.outvars)
+            # To ask where a device is has an effect in JAX, and gives the same each time.
+            again = not eqn.effects or eqn.primitive.name == "axis_index"
+            out = [any(flags) or not again] * len(eqn.outvars)
         moving |= {v for v, moves in zip(eqn.outvars, out, strict=True) if moves}
     return moving
 
