@@ -1,0 +1,148 @@
+"""The masked copies of a ragged product's rows, as a GPU makes them: all of a shape in one kernel.
+
+But on a TPU a ragged product is one over all groups, in whose operand each group has a copy of all
+rows, with zeros for those of the others. XLA fuses kernels that read the same array and go through
+the same shape (its multi-output fusion), so that the copies for the product itself, for its
+transposes and for the other product of a layer of experts are made at once, each in every order of
+dimensions that a product wants. They exist together from when the last of what they read is there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from xform._expand import Made
+from xform._library import reordered
+from xform._program import Node, Region, Value
+
+MASKED = "masked copies"
+
+
+def mask_at_once(region: Region) -> Region:
+    """Puts one node in the place of masked copies that one kernel makes, at every depth."""
+    for node in region.nodes:
+        for inner in node.regions.values() if node.name != "pallas_call" else ():
+            mask_at_once(inner)
+    if copies := [node for node in region.nodes if _is_masked_copy(node)]:
+        readers: dict[Value, list[tuple[Node, int]]] = {}
+        for node in region.nodes:
+            for i, v in enumerate(node.ins):
+                readers.setdefault(v, []).append((node, i))
+        kernels = [_kernel(group, readers) for group in _groups(region, copies)]
+        region.nodes[:] = _in_order(region, kernels)
+    return region
+
+
+def _in_ragged_product(node: Node) -> bool:
+    parents = node.place.parents
+    return bool(parents) and parents[-1].primitive.name == "ragged_dot_general"
+
+
+def _is_masked_copy(node: Node) -> bool:
+    return node.name == "select_n" and _in_ragged_product(node) and not isinstance(node, Made)
+
+
+def _sizes(copy: Node) -> frozenset[Value]:
+    """What tells the rows of each group: of the mask, all that the product did not make itself."""
+    found, left = set(), [copy.ins[0]]
+    while left:
+        v = left.pop()
+        if v.node is not None and _in_ragged_product(v.node):
+            left += v.node.ins
+        elif v.known is None:
+            found.add(v)
+    return frozenset(found)
+
+
+def _groups(region: Region, copies: Sequence[Node]) -> list[list[Node]]:
+    """Copies of one shape and of the same groups, of which none waits for another."""
+    needs = _needs(region, copies)
+    alike: dict[tuple, list[list[Node]]] = {}
+    groups: list[list[Node]] = []
+    for copy in copies:
+        key = _sizes(copy), tuple(sorted(copy.outs[0].aval.shape)), copy.outs[0].aval.dtype
+        same = alike.setdefault(key, [])
+        free = (group for group in same if not _wait(group, copy, groups, needs))
+        if (group := next(free, None)) is None:
+            group = []
+            same.append(group)
+            groups.append(group)
+        group.append(copy)
+    return groups
+
+
+def _needs(region: Region, copies: Sequence[Node]) -> dict[Node, set[Node]]:
+    """The copies that each copy is computed from."""
+    among, before = set(copies), dict.fromkeys(region.inputs, frozenset())
+    for node in region.nodes:
+        found = frozenset().union(*(before.get(v, frozenset()) for v in node.ins))
+        if node in among:
+            found |= {node}
+        before.update(dict.fromkeys(node.outs, found))
+    return {copy: set(before[copy.outs[0]]) - {copy} for copy in copies}
+
+
+def _wait(
+    group: Sequence[Node], copy: Node, groups: Sequence[Sequence[Node]], needs: dict[Node, set]
+) -> bool:
+    """Whether a copy waits for one of a group, or they for it, where groups are made at once."""
+    kernel = {node: group for group in groups for node in group}
+
+    def reaches(start: Sequence[Node], end: Sequence[Node]) -> bool:
+        left, seen = list(start), set(start)
+        while left:
+            for node in needs[left.pop()]:
+                if node in end:
+                    return True
+                new = [x for x in kernel.get(node, (node,)) if x not in seen]
+                seen.update(new)
+                left += new
+        return False
+
+    return reaches((copy,), group) or reaches(group, (copy,))
+
+
+def _kernel(group: Sequence[Node], readers: dict[Value, list[tuple[Node, int]]]) -> Made:
+    """One node for a group; products read of it the order of dimensions that they want."""
+    outs: list[Value] = []
+    for copy in group:
+        (v,) = copy.outs
+        orders: dict[tuple[int, ...] | None, Value] = {}
+        for reader, i in readers.get(v, ()):
+            order = reordered(reader).get(i)
+            reader.ins[i] = orders.setdefault(order, Value(v.aval) if orders else v)
+        outs += orders.values()
+    ins = list(dict.fromkeys(v for copy in group for v in copy.ins))
+    made = Made(MASKED, group[-1], ins, outs, group)
+    for v in outs:
+        v.node = made
+    return made
+
+
+def _in_order(region: Region, kernels: Sequence[Made]) -> list[Node]:
+    """The nodes in their order, but that what reads a kernel's copies waits for it."""
+    last = {kernel.members[-1]: kernel for kernel in kernels}
+    gone = {copy for kernel in kernels for copy in kernel.members}
+    missing = {v for kernel in kernels for v in kernel.outs}
+    order: list[Node] = []
+    waiting: list[Node] = []
+
+    def run(node: Node) -> None:
+        if missing.isdisjoint(node.ins):
+            order.append(node)
+            missing.difference_update(node.outs)
+        else:
+            waiting.append(node)
+            missing.update(node.outs)
+
+    for node in region.nodes:
+        if node not in gone:
+            run(node)
+        elif node in last:
+            run(last[node])
+            while any(missing.isdisjoint(late.ins) for late in waiting):
+                again = waiting.copy()
+                waiting.clear()
+                for late in again:
+                    run(late)
+    return order
