@@ -75,7 +75,7 @@ def _make(name: str, at: Node, ins: Sequence[Value], *types: tuple) -> Node:
 def _made(name: str, at: Node, ins: Sequence[Value], outs: Sequence[Value]) -> Node:
     node = Made(name, at, list(ins), list(outs))
     for v in outs:
-        v.node = node
+        v.node, v.view = node, None
     return node
 
 
@@ -211,7 +211,7 @@ def _in_turn(region: Region) -> list[Node]:
         if maker is not None and readers[node.ins[0]] == 1 and _turns(maker, node):
             turned[maker] = node
     gone = set(turned.values())
-    return [_swapped(n, turned[n]) if n in turned else n for n in nodes if n not in gone]
+    return [_turned(n, turned[n]) if n in turned else n for n in nodes if n not in gone]
 
 
 def _turns(product: Node, turn: Node) -> bool:
@@ -225,13 +225,9 @@ def _turns(product: Node, turn: Node) -> bool:
     return tuple(turn.eqn.params["permutation"]) == order
 
 
-def _swapped(product: Node, turn: Node) -> Node:
-    """The product whose operands are in turn, with the result of the transpose."""
-    eqn = product.eqn
-    contract, batch = eqn.params["dimension_numbers"]
-    params = {**eqn.params, "dimension_numbers": (contract[::-1], batch[::-1])}
-    swapped = eqn.replace(invars=eqn.invars[::-1], outvars=turn.eqn.outvars, params=params)
-    node = Node(swapped, product.place, product.ins[::-1])
-    node.outs = turn.outs
-    node.outs[0].node, node.outs[0].view = node, None
-    return node
+def _turned(product: Node, turn: Node) -> Node:
+    """The product whose operands change places, with the result of the transpose.
+
+    Which of them it needs in another order was decided before, so it stands as it was written.
+    """
+    return _made("dot_general", product, product.ins, turn.outs)

@@ -302,13 +302,14 @@ def _has_types(node: Node) -> bool:
 
 def _takes_product(node: Node) -> bool:
     """Whether it is a product of matrices that are not tiny, the first as it is multiplied."""
-    (contract, _), (batch, _) = node.eqn.params["dimension_numbers"]
-    x, y = (aval(atom).shape for atom in node.eqn.invars[:2])
+    first = int(isinstance(node, Made))  # where operands have changed places, it is the second
+    contract, batch = (dims[first] for dims in node.eqn.params["dimension_numbers"])
+    x, y = (aval(node.eqn.invars[i]).shape for i in (first, 1 - first))
     k = math.prod(x[d] for d in contract)
     same = math.prod(x[d] for d in batch)
     m, n = (math.prod(shape) // max(1, k * same) for shape in (x, y))
     in_order = sorted(contract) == list(range(len(x) - len(contract), len(x)))
-    return (in_order or 0 in reordered(node)) and max(m, k, n) >= 8
+    return (in_order or first in reordered(node)) and max(m, k, n) >= 8
 
 
 def _takes_convolution(node: Node) -> bool:
