@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 
 from xform._attention_cost import attention_program
 from xform._compat import Jaxpr, weakref_lru_cache
+from xform._expand import Made
 from xform._library import flattens, hand_over, reordered
 from xform._masked import MASKED
 from xform._program import VIEWS, Node, Region, Value, merge, own_inputs, program, prune
@@ -452,7 +453,7 @@ class Plan:
     def _passing(self, node: Node) -> Peak:
         """What exists only while a node runs."""
         inside, copied = self._inside(node), [node.ins[i] for i in reordered(node)]
-        copied = [v for v in copied if v.node is None or v.node.name != MASKED]
+        copied = [v for v in copied if not isinstance(v.node, Made)]  # made as they are wanted
         if self.cpu:  # there a copy is a node of its own
             return inside
         if node.name == "conv_general_dilated":

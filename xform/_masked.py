@@ -24,12 +24,10 @@ def mask_at_once(region: Region) -> Region:
         for inner in node.regions.values() if node.name != "pallas_call" else ():
             mask_at_once(inner)
     if copies := [node for node in region.nodes if _is_masked_copy(node)]:
-        readers: dict[Value, list[tuple[Node, int]]] = {}
-        for node in region.nodes:
-            for i, v in enumerate(node.ins):
-                readers.setdefault(v, []).append((node, i))
-        kernels = [_kernel(group, readers) for group in _groups(region, copies)]
-        region.nodes[:] = _in_order(region, kernels)
+        kernels = [_kernel(group) for group in _groups(region, copies)]
+        masked = {v for kernel in kernels for v in kernel.outs}
+        region.nodes[:] = _in_order(region, kernels, masked)
+        _turn(region, masked)
     return region
 
 
@@ -102,16 +100,9 @@ def _wait(
     return reaches((copy,), group) or reaches(group, (copy,))
 
 
-def _kernel(group: Sequence[Node], readers: dict[Value, list[tuple[Node, int]]]) -> Made:
-    """One node for a group; products read of it the order of dimensions that they want."""
-    outs: list[Value] = []
-    for copy in group:
-        (v,) = copy.outs
-        orders: dict[tuple[int, ...] | None, Value] = {}
-        for reader, i in readers.get(v, ()):
-            order = reordered(reader).get(i)
-            reader.ins[i] = orders.setdefault(order, Value(v.aval) if orders else v)
-        outs += orders.values()
+def _kernel(group: Sequence[Node]) -> Made:
+    """One node for a group."""
+    outs = [v for copy in group for v in copy.outs]
     ins = list(dict.fromkeys(v for copy in group for v in copy.ins))
     made = Made(MASKED, group[-1], ins, outs, group)
     for v in outs:
@@ -119,11 +110,32 @@ def _kernel(group: Sequence[Node], readers: dict[Value, list[tuple[Node, int]]])
     return made
 
 
-def _in_order(region: Region, kernels: Sequence[Made]) -> list[Node]:
-    """The nodes in their order, but that what reads a kernel's copies waits for it."""
+def _turn(region: Region, masked: set[Value]) -> None:
+    """Makes copies of what a product reads in another order of dimensions than others do."""
+    orders: dict[Value, set[tuple[int, ...] | None]] = {}
+    for node in region.nodes:
+        for i, v in enumerate(node.ins):
+            orders.setdefault(v, set()).add(reordered(node).get(i))
+    nodes: list[Node] = []
+    for node in region.nodes:
+        for i in reordered(node):
+            if (v := node.ins[i]) in masked and len(orders[v]) > 1:
+                node.ins[i] = out = Value(v.aval)
+                out.node = Made("turned copy", node, [v], [out])
+                nodes.append(out.node)
+        nodes.append(node)
+    region.nodes[:] = nodes
+
+
+def _in_order(region: Region, kernels: Sequence[Made], masked: set[Value]) -> list[Node]:
+    """The nodes in their order, but that what reads a kernel's copies waits for it.
+
+    First in the line are products of two such copies, which then are done with the sooner.
+    """
     last = {kernel.members[-1]: kernel for kernel in kernels}
     gone = {copy for kernel in kernels for copy in kernel.members}
-    missing = {v for kernel in kernels for v in kernel.outs}
+    first = dict.fromkeys(n for n in region.nodes if n.ins and masked.issuperset(n.ins))
+    missing = masked.copy()
     order: list[Node] = []
     waiting: list[Node] = []
 
@@ -135,14 +147,13 @@ def _in_order(region: Region, kernels: Sequence[Made]) -> list[Node]:
             waiting.append(node)
             missing.update(node.outs)
 
-    for node in region.nodes:
+    for node in (*first, *(n for n in region.nodes if n not in first)):
         if node not in gone:
             run(node)
         elif node in last:
             run(last[node])
             while any(missing.isdisjoint(late.ins) for late in waiting):
-                again = waiting.copy()
-                waiting.clear()
+                again, waiting[:] = waiting.copy(), ()
                 for late in again:
                     run(late)
     return order
