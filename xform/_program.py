@@ -248,12 +248,26 @@ def merge(region: Region) -> Region:
 
 
 def _chosen(node: Node, spread: Mapping[Value, tuple[Value, Any]]) -> Value | None:
-    """Which of its operands a choice takes, where constants decide that."""
+    """Which of its operands a node makes, where constants decide that."""
+    if node.name in _NEUTRAL:
+        return _unchanged(node)
     if node.name != "select_n":
         return None
     which, *cases = node.ins
     found = folded(spread[which][0] if which in spread else which)
     return None if found is None else cases[int(found)]
+
+
+# With which number an operation leaves its other operand as it is.
+_NEUTRAL = {"max": -math.inf, "min": math.inf, "mul": 1}
+
+
+def _unchanged(node: Node) -> Value | None:
+    """The operand that a node leaves as it is: a softmax takes the maximum of all and of `-inf`."""
+    for number, other in zip(node.ins, node.ins[::-1], strict=True):
+        if other.aval == node.outs[0].aval and folded(number) == _NEUTRAL[node.name]:
+            return other
+    return None
 
 
 # What a compiler computes of numbers that it knows.
