@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
+import jax
 import jax.numpy as jnp
 from jax.core import ShapedArray
 
@@ -111,10 +112,12 @@ def _running(node: Node, shared: dict, *, end: str) -> list[Node] | None:
     return [*nodes, _made(end, node, parts, [out])]
 
 
-def _unstack(node: Node, shared: dict) -> list[Node]:
+def _unstack(node: Node, shared: dict) -> list[Node] | None:
     """A slice for each result, and a view of it without the dimension."""
     del shared
     axis, (stack,) = node.eqn.params["axis"], node.ins
+    if jnp.issubdtype(stack.aval.dtype, jax.dtypes.extended):  # keys are a few bytes
+        return None
     shape = list(stack.aval.shape)
     shape[axis] = 1
     nodes: list[Node] = []
@@ -122,6 +125,18 @@ def _unstack(node: Node, shared: dict) -> list[Node]:
         nodes.append(_make("slice", node, [stack], (tuple(shape), out.aval.dtype)))
         nodes.append(_made("squeeze", node, nodes[-1].outs, [out]))
     return nodes
+
+
+def _choice(node: Node, shared: dict) -> list[Node] | None:
+    """A product with what is 1 or 0 chooses the other operand or zero: that of a one-hot label."""
+    del shared
+    for bits, other in zip(node.ins, node.ins[::-1], strict=True):
+        made = bits.node
+        if made is not None and made.name == "convert_element_type":
+            (chosen,) = made.ins
+            if chosen.aval.dtype == jnp.bool:
+                return [_made("select_n", node, [chosen, other], node.outs)]
+    return None
 
 
 def _largest_of_windows(node: Node, shared: dict, *, alone: bool) -> list[Node]:
@@ -184,6 +199,7 @@ def _split(node: Node, shared: dict, *, gpu: Gpu) -> list[Node] | None:
 
 _RUNNING = ("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp")
 _CPU: Mapping[str, Rule] = {
+    "mul": _choice,
     "random_bits": _random_bits,
     "unstack": _unstack,
     "select_and_scatter_add": partial(_largest_of_windows, alone=True),

@@ -141,7 +141,8 @@ def reordered(node: Node) -> dict[int, tuple[int, ...]]:
         wide = [sum(shape[d] > 1 for d in dims) for dims in (free, contract[i])]
         if i == 0 and max(wide) > 1:  # one that is no matrix as it is can't be turned as well
             del orders[1]
-        if tuple(range(len(shape))) not in orders:
+        kept = [d for d, n in enumerate(shape) if n > 1]  # one element has no place of its own
+        if kept not in ([d for d in order if shape[d] > 1] for order in orders):
             found[i] = orders[0]
     return found
 
