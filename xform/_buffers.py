@@ -26,6 +26,7 @@ from xform._expand import Made
 from xform._library import flattens, hand_over, reordered
 from xform._masked import MASKED
 from xform._program import VIEWS, Node, Region, Value, merge, own_inputs, program, prune
+from xform._rows import ROWS
 from xform.jaxpr._walk import carried
 
 
@@ -533,7 +534,7 @@ def _fuses_operands(node: Node, v: Value) -> bool:
     """Whether a node computes its operand `v` itself, if it can."""
     if node.name in ("gather", "dynamic_slice", *_IN_PLACE):
         return v is not node.ins[0]
-    inside = _fusible(node) or node.name in REDUCTIONS or node.name == MASKED
+    inside = _fusible(node) or node.name in REDUCTIONS or node.name in (MASKED, ROWS)
     return inside and node.name != _BARRIER
 
 

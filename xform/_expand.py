@@ -63,8 +63,17 @@ def rules_of(name: str) -> Mapping[str, Rule]:
     """The rules of a device by name."""
     if name.lower() == "cpu":
         return _CPU
-    gpu = next((gpu for known, gpu in GPUS.items() if known.lower() == name.lower()), None)
+    gpu = _gpu(name)
     return {**_GPU, "dot_general": partial(_split, gpu=gpu)} if gpu else {}
+
+
+def _gpu(name: str) -> Gpu | None:
+    return next((gpu for known, gpu in GPUS.items() if known.lower() == name.lower()), None)
+
+
+def is_gpu(name: str) -> bool:
+    """Whether a device is a GPU whose compiler is known here."""
+    return _gpu(name) is not None
 
 
 def _make(name: str, at: Node, ins: Sequence[Value], *types: tuple) -> Node:

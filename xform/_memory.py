@@ -20,11 +20,12 @@ from xform._amount import number
 from xform._buffers import Plan
 from xform._compat import Jaxpr
 from xform._devices import device as known_device
-from xform._expand import expand, rules_of
+from xform._expand import expand, is_gpu, rules_of
 from xform._library import hand_over
 from xform._lowered import compiled, dense
 from xform._masked import mask_at_once
 from xform._program import Region, Value, merge, own_inputs, program, prune
+from xform._rows import by_rows
 from xform._show import Table, page, short
 from xform.jaxpr._trace import given_away, trace_call
 
@@ -224,6 +225,8 @@ def _planned(
     if not breadth_first:
         mask_at_once(region)
     region = expand(region, rules_of(name))
+    if is_gpu(name):
+        by_rows(region)
     inputs = region.inputs[len(jaxpr.consts) :]
     shares = _shares(region, inputs, args)
     if breadth_first:
