@@ -115,7 +115,10 @@ class Row:
 
 @dataclass(frozen=True)
 class Count:
-    """All that is counted of a program; the attributes are those of `Costs`."""
+    """All that is counted of a program; the attributes are those of `Costs`.
+
+    What is asked of it is added up once: a program that is asked about again has its count.
+    """
 
     rows: tuple[Row, ...]
     low: Cost
@@ -123,6 +126,29 @@ class Count:
     trips: Mapping[str, str]
     attention: tuple[tuple[AttentionFlops, Amount], ...]
     unknown: Mapping[str, tuple[str, ...]]
+
+    @cached_property
+    def total(self) -> Cost:
+        return add_up(self.rows)
+
+    @cached_property
+    def per_device(self) -> Cost:
+        return add_up(self.rows, per_device=True)
+
+    @cached_property
+    def _sums(self) -> dict[tuple[str, bool], dict[str, Cost]]:
+        return {}
+
+    def by(self, what: str, per_device: bool = False) -> dict[str, Cost]:
+        """The total by line, scope, phase or primitive, the dearest first."""
+        if (found := self._sums.get((what, per_device))) is None:
+            groups: dict[str, list[Row]] = {}
+            for key, row in zip(_KEYS[what](self.rows), self.rows, strict=True):
+                groups.setdefault(key, []).append(row)
+            sums = {key: add_up(rows, per_device=per_device) for key, rows in groups.items()}
+            found = dict(sorted(sums.items(), key=lambda item: -_size(item[1].flops)))
+            self._sums[what, per_device] = found
+        return dict(found)
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -161,15 +187,15 @@ class Costs:
     attention = property(lambda self: self._counted.attention)
     unknown = property(lambda self: self._counted.unknown)
 
-    @cached_property
+    @property
     def total(self) -> Cost:
         """The work of all devices; of branches, the mean."""
-        return add_up(self.rows)
+        return self._counted.total
 
     @property
     def per_device(self) -> Cost:
         """The work of the device that does most: one of each `shard_map`."""
-        return add_up(self.rows, per_device=True)
+        return self._counted.per_device
 
     @property
     def _arithmetic(self) -> Cost:
@@ -228,26 +254,19 @@ class Costs:
 
     def by_line(self, *, per_device: bool = False) -> dict[str, Cost]:
         """The total by the user's line, "file:line (function)", the dearest first."""
-        return self._by([row.node.line for row in self.rows], per_device)
+        return self._counted.by("line", per_device)
 
     def by_scope(self, *, per_device: bool = False) -> dict[str, Cost]:
         """The total by `jax.named_scope`, "block/attention", the dearest first."""
-        return self._by([row.node.scope for row in self.rows], per_device)
+        return self._counted.by("scope", per_device)
 
     def by_phase(self) -> dict[str, Cost]:
         """The total of "forward", "backward" and "recompute"."""
-        return self._by(_phases(self.rows))
+        return self._counted.by("phase")
 
     def by_primitive(self) -> dict[str, Cost]:
         """The total by primitive."""
-        return self._by([row.node.name for row in self.rows])
-
-    def _by(self, keys: Iterable[str], per_device: bool = False) -> dict[str, Cost]:
-        groups: dict[str, list[Row]] = {}
-        for key, row in zip(keys, self.rows, strict=True):
-            groups.setdefault(key, []).append(row)
-        sums = {key: add_up(rows, per_device=per_device) for key, rows in groups.items()}
-        return dict(sorted(sums.items(), key=lambda item: -_size(item[1].flops)))
+        return self._counted.by("primitive")
 
     def at(self, **trips: int) -> Costs:
         """The same where loops run so often: `costs.at(T1=10)`.
@@ -303,6 +322,14 @@ def _phases(rows: Sequence[Row]) -> list[str]:
         else phase
         for row, phase in zip(rows, phases, strict=True)
     ]  # fmt: skip
+
+
+_KEYS: Mapping[str, Callable[[Sequence[Row]], list[str]]] = {
+    "line": lambda rows: [row.node.line for row in rows],
+    "scope": lambda rows: [row.node.scope for row in rows],
+    "phase": _phases,
+    "primitive": lambda rows: [row.node.name for row in rows],
+}
 
 
 def add_up(rows: Iterable[Row], *, per_device: bool = False) -> Cost:

@@ -333,11 +333,12 @@ def program(jaxpr: Jaxpr, args: Sequence[Any] = (), *, lower: Lowering = lowered
     """
     region = _region(jaxpr, Place(lower=lower))
     for value, arg in zip(region.inputs[len(jaxpr.consts) :], args, strict=False):
-        value.known = arg if _is_concrete(arg) else None
+        value.known = arg if is_concrete(arg) else None
     return region
 
 
-def _is_concrete(x: Any) -> bool:
+def is_concrete(x: Any) -> bool:
+    """Whether an argument tells what it holds."""
     if isinstance(x, Tracer):
         return False
     return isinstance(x, jax.Array | np.ndarray | np.generic | int | float | bool)
