@@ -53,8 +53,10 @@ def compare(name: str, device: str) -> tuple[Error, float]:
     else:
         lowered = lower_for(device, f, *args)
     compiled = lowered.compile()
-    inside = compiled.memory_analysis().temp_size_in_bytes
-    return Error(name, assigned(compiled), said.peak, inside, said.temporaries), seconds
+    inside = compiled.memory_analysis()
+    assert inside is not None
+    sizes = assigned(compiled), said.peak, inside.temp_size_in_bytes, said.temporaries
+    return Error(name, *sizes), seconds
 
 
 def report(device: str, names: list[str]) -> None:
