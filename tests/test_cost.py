@@ -22,6 +22,7 @@ from xform._cost import cost_of
 from xform._cost_rules import RULES
 from xform._costs import add_up
 from xform._program import _turns
+from xform._tally import tally
 from xform.jaxpr import trace
 from xform.lowering._loss_fn import Chunks
 from xform.train import Rows
@@ -959,7 +960,24 @@ def test_flops_of_four_thousand_equations_take_about_a_millisecond():
     assert len(jaxpr.eqns) == 3500
     assert cost_of(jaxpr).flops == add_up(cost_of(jaxpr).rows).flops
     look = least(lambda: [eqn.invars[0].aval for eqn in jaxpr.eqns for _ in range(10)])
-    assert least(lambda: cost_of(jaxpr).flops) < 5 * look
+    assert least(lambda: tally(jaxpr)) < 5 * look
+    # What was counted once is not counted again, not even by line.
+    costs = cost_of(jaxpr)
+    assert costs.by_line() == costs.by_line()
+    assert least(lambda: (cost_of(jaxpr).bytes, cost_of(jaxpr).by_line())) < look
+
+
+def test_a_program_is_counted_again_where_a_rule_has_changed():
+    f = lambda x: jnp.tanh(x)
+    before = cost(f)(x88)
+    assert cost(f)(x88).rows is before.rows
+    rule = RULES["tanh"]
+    try:
+        cost_rule("tanh")(lambda eqn: Work(other=5 * eqn.outvars[0].aval.size))
+        assert (cost(f)(x88).flops, cost(f)(x88).transcendentals) == (5 * 64, 0)
+    finally:
+        RULES["tanh"] = rule
+    assert (cost(f)(x88).flops, cost(f)(x88).transcendentals) == (0, 64)
 
 
 def test_only_what_is_asked_for_is_counted():
