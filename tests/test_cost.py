@@ -55,12 +55,11 @@ def test_chain_of_additions_counts_every_one_as_written():
 
 
 def counted(f, *args, **kwargs):
-    """The costs, once the quick count of FLOPs, where there is one, is that of all equations."""
+    """The costs, once the quick counts, where there are any, are those of all equations."""
     costs = cost(f)(*args, **kwargs)
-    if costs.tally is not None:
-        total = add_up(costs.rows)
-        for name in ("matrix", "other", "transcendentals"):
-            assert getattr(costs.tally, name) == getattr(total, name), name
+    total = add_up(costs.rows)
+    for name in ("matrix", "other", "transcendentals", "bytes", "fused_bytes", "collective_bytes"):
+        assert getattr(costs.total, name) == getattr(total, name), name
     return costs
 
 
@@ -983,6 +982,8 @@ def test_a_program_is_counted_again_where_a_rule_has_changed():
 def test_only_what_is_asked_for_is_counted():
     costs = cost(lambda x: jnp.sin(x @ x))(x88)
     assert costs.flops == PRODUCT
-    assert "_counted" not in vars(costs)
+    assert "total" not in vars(costs)
     assert costs.fused_bytes == 2 * 4 * 64
+    assert "_counted" not in vars(costs)
+    assert sum(c.fused_bytes for c in costs.by_line().values()) == 2 * 4 * 64
     assert "_counted" in vars(costs)

@@ -29,6 +29,7 @@ from xform._grid import at_each, blocks_moved, places, size_of
 from xform._hlo import TARGETS, Kernel, compile_for, read
 from xform._program import Node, Region, Value, content, is_concrete, program, prune, trip_count
 from xform._tally import tally
+from xform._traffic import Moved, traffic
 from xform.jaxpr._trace import jitted_call, trace_call
 
 
@@ -95,7 +96,8 @@ def cost_of(jaxpr: Jaxpr, args: Sequence[Any] = (), *, strict: bool = True) -> C
     """Returns what a closed jaxpr costs; `args`, as far as concrete, tell the content of inputs."""
     rules = tuple(RULES.values())
     if (quick := _tallied(jaxpr, rules)) is not None:  # nothing asks for the content of an input
-        return Costs(jaxpr, lambda: _counted(jaxpr, rules), quick)
+        counted, moved = partial(_counted, jaxpr, rules), partial(_moved, jaxpr, rules)
+        return Costs(jaxpr, counted, quick, moved)
     told = any(map(is_concrete, args))
     found = count(jaxpr, args) if told else _counted(jaxpr, rules)
     if found.unknown and strict:
@@ -110,6 +112,12 @@ def cost_of(jaxpr: Jaxpr, args: Sequence[Any] = (), *, strict: bool = True) -> C
 def _tallied(jaxpr: Jaxpr, rules: tuple[CostRule, ...]) -> Cost | None:
     del rules
     return tally(jaxpr)
+
+
+@weakref_lru_cache
+def _moved(jaxpr: Jaxpr, rules: tuple[CostRule, ...]) -> Moved | None:
+    del rules
+    return traffic(jaxpr)
 
 
 @weakref_lru_cache

@@ -13,6 +13,7 @@ from xform._attention_cost import AttentionFlops
 from xform._compat import Jaxpr
 from xform._program import Node
 from xform._show import Table, as_text, page, short
+from xform._traffic import Moved
 
 
 @dataclass(frozen=True)
@@ -156,13 +157,14 @@ class Costs:
     """What `cost` returns: the work of one call of a function, on all devices together.
 
     It prints as a table, and shows itself in a notebook. FLOPs and elementary functions are
-    known at once; bytes, lines and whatever else asks where each value goes, from when one of them
-    is first asked for.
+    known at once; the bytes of the total from when they are first asked for; lines and whatever
+    else asks where each value goes, from when one of them is.
 
     Attributes:
       jaxpr: the program.
       count: makes the full count.
       tally: FLOPs and elementary functions of the total, where they are known without it.
+      traffic: counts the bytes of the total, where they may be known without it.
       compiled: what each device runs of the compiled program, where that was asked for.
       rows: every equation that runs, with its work.
       low, high: the bounds on the total where branches, or masks read from arrays, leave a choice.
@@ -174,6 +176,7 @@ class Costs:
     jaxpr: Jaxpr
     count: Callable[[], Count]
     tally: Cost | None = None
+    traffic: Callable[[], Moved | None] = lambda: None
     compiled: Cost | None = None
 
     @cached_property
@@ -187,10 +190,13 @@ class Costs:
     attention = property(lambda self: self._counted.attention)
     unknown = property(lambda self: self._counted.unknown)
 
-    @property
+    @cached_property
     def total(self) -> Cost:
         """The work of all devices; of branches, the mean."""
-        return self._counted.total
+        if self.tally is None or (moved := self.traffic()) is None:
+            return self._counted.total
+        flops = self.tally.matrix, self.tally.other, self.tally.transcendentals
+        return Cost(*flops, moved.bytes, moved.fused, dict(moved.network))
 
     @property
     def per_device(self) -> Cost:
@@ -287,7 +293,7 @@ class Costs:
             trips={k: line for k, line in self.trips.items() if k not in trips},
             attention=tuple((a, at(n, trips)) for a, n in self.attention),
         )
-        return dataclasses.replace(self, count=lambda: found, tally=None)
+        return Costs(self.jaxpr, lambda: found, compiled=self.compiled)
 
     def __repr__(self) -> str:
         by_line = self.by_line()

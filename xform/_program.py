@@ -53,7 +53,7 @@ class Value:
     __slots__ = ("aval", "bytes", "escapes", "known", "node", "same_as", "size", "view")
 
     def __init__(self, aval, node: Node | None = None, known: Any = None):
-        self.aval, self.size, self.bytes = _measured(aval)
+        self.aval, self.size, self.bytes = measured(aval)
         self.node = node
         self.known = known
         self.same_as: Value | None = None
@@ -71,7 +71,7 @@ class Value:
 
 
 @functools.lru_cache(4096)
-def _measured(aval: Any) -> tuple[Any, int, int]:
+def measured(aval: Any) -> tuple[Any, int, int]:
     """The type of an array, or of what a reference refers to, with its elements and bytes."""
     aval = getattr(aval, "inner_aval", aval)
     size = math.prod(getattr(aval, "shape", ()))
