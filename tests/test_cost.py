@@ -540,6 +540,47 @@ def test_fused_loop_moves_its_carry_and_slices_each_time():
     assert costs(f32(100), f32(7, 100)).fused_bytes == 7 * 3 * 400
 
 
+@jax.jit
+def halves(x, n):
+    """A view of an operand, an operand, a number, what it makes, and a view of that."""
+    y = jnp.sin(x)
+    return x.reshape(-1), x, 2.0, y, y.reshape(-1), n
+
+
+@jax.jit
+def twice_read(x, y):
+    return x * y + x[:2].sum(), jnp.stack([x, x, y])
+
+
+def loop(x, w):
+    return jax.lax.scan(lambda c, _: (c @ w, c), x, length=3)
+
+
+# What calls do to values: the sums without a graph must know them by any name.
+CALLS = {
+    "results that are operands": lambda x: [a * a for a in halves(x, 3)],
+    "one array by two names": lambda x: halves(x, 1)[1] * x + twice_read(x, halves(x, 1)[1])[0],
+    "a call in a call": lambda x: jax.jit(lambda x: twice_read(*halves(x, 1)[1:4:2]))(x),
+    "one body, two calls": lambda x: twice_read(*twice_read(x, x)[:1], x),
+    "a view that a loop reads": lambda x: loop(halves(x, 1)[4].reshape(8, 8), x),
+    "a loop's result in a call": lambda x: [halves(y, 1) for y in loop(x, x)],
+    "an input that is a result": lambda x: halves(x, 1),
+    "numbers given to calls": lambda x: (jnp.clip(x, 0.0, 1.0), jnp.where(x > 0, x, jnp.nan)),
+    "constants": lambda x: x + np.arange(64.0, dtype=np.float32).reshape(8, 8) + np.float32(2),
+    "a choice of one": lambda x: jnp.where(x > 0, x, x) + jnp.concatenate([x, x])[:8],
+    "in place": lambda x: jax.jit(lambda x: x.at[0].set(1.0))(jnp.sin(x)).at[1].add(x[0]),
+    "no turns": lambda x: jax.lax.scan(lambda c, _: (c @ c, None), x, length=0)[0],
+    "remat": jax.grad(lambda x: jax.checkpoint(lambda x: jnp.sin(twice_read(x, x)[0]))(x).sum()),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_bytes_are_those_of_all_equations_through_calls(name):
+    costs = counted(CALLS[name], x88)
+    assert costs.tally is not None
+    assert costs.traffic() is not None
+
+
 def test_slices_move_what_they_take():
     assert cost(lambda x: x[5])(f32(1000, 10)).fused_bytes == 2 * 40
     rows = cost(lambda x, i: x[i])(f32(1000, 10), S((3,), jnp.int32))

@@ -20,7 +20,7 @@ from typing import Any
 from xform._amount import Amount, ratio
 from xform._compat import Jaxpr, JaxprEqn, Literal
 from xform._cost_rules import BY_TYPE, RULES, Work, sent
-from xform._program import STRUCTURES, VIEWS, measured, called_body
+from xform._program import STRUCTURES, VIEWS, called_body, measured
 
 _INS, _OUTS, _TYPE = map(attrgetter, ("invars", "outvars", "aval"))
 
@@ -126,15 +126,22 @@ class _Traffic:
         """One run on one device, in sight of mesh axes of these sizes."""
         key = jaxpr, *axes.items()
         if key not in self.regions:
-            run = self._run(jaxpr, axes, [False] * len(jaxpr.invars))
+            run = self._run(jaxpr, axes)
             run.outside.update({v: _bytes(v) for v in jaxpr.invars})
             run.escape(map(run.value, jaxpr.outvars))
             self.regions[key] = run.settled()
         return self.regions[key]
 
-    def _run(self, jaxpr: Jaxpr, axes: Mapping[str, int], known: Iterable[bool]) -> _Run:
+    def _run(
+        self, jaxpr: Jaxpr, axes: Mapping[str, int], given: Sequence[tuple[int, bool]] = ()
+    ) -> _Run:
+        """Goes through a body; `given` says which operands are one, and which a known number."""
         run = _Run()
-        run.known.update(v for v, told in zip(jaxpr.invars, known, strict=True) if told)
+        for v, (first, told) in zip(jaxpr.invars, given, strict=False):
+            if (same := jaxpr.invars[first]) is not v:
+                run.same[v] = same
+            if told:
+                run.known.add(v)
         run.known.update(v for v in jaxpr.constvars if _size(v) == 1)
         run.outside.update({v: _bytes(v) for v in jaxpr.constvars})
         plain: list[JaxprEqn] = []
@@ -176,10 +183,10 @@ class _Traffic:
     def _call(self, eqn: JaxprEqn, body: Jaxpr, axes: Mapping[str, int], run: _Run) -> None:
         """Adds a call to the run that it stands in."""
         values = list(map(run.value, eqn.invars))
-        known = tuple(v in run.known for v in values)
-        key = body, known, *axes.items()
+        same = tuple((values.index(v), v in run.known) for v in values)
+        key = body, same, *axes.items()
         if key not in self.bodies:
-            self.bodies[key] = self._run(body, axes, known)
+            self.bodies[key] = self._run(body, axes, same)
         inside = self.bodies[key]
         run.moved.add(inside.settled())
         given = dict(zip(body.invars, values, strict=True))
