@@ -23,7 +23,7 @@ from xform._expand import Made
 from xform._program import VIEWS, Node, Region, Value, folded
 
 # What the library computes by element, in these types, where it is enough to be worth the call.
-_BY_ELEMENT = frozenset(
+BY_ELEMENT = frozenset(
     {
         "abs", "add", "add_any", "ceil", "convert_element_type", "cos", "div", "erf", "exp",
         "expm1", "floor", "integer_pow", "log", "log1p", "logistic", "max", "min", "mul", "neg",
@@ -108,7 +108,7 @@ def _spread(region: Region) -> None:
 
 def _small(node: Node) -> list[int]:
     """The operands that are spread out to meet the others."""
-    if node.name not in _BY_ELEMENT | _BESIDE:
+    if node.name not in BY_ELEMENT | _BESIDE:
         return []
     return [i for i, v in enumerate(node.ins) if v.size < node.outs[0].size]
 
@@ -267,7 +267,7 @@ def _uniform(region: Region) -> set[Value]:
     """What holds one number everywhere: its sum is a product."""
     same: set[Value] = set()
     for node in region.nodes:
-        spreads = node.name == "broadcast_in_dim" or node.name in _BY_ELEMENT
+        spreads = node.name == "broadcast_in_dim" or node.name in BY_ELEMENT
         if spreads and all(v.size == 1 or v in same for v in node.ins):
             same.update(node.outs)
     return same
@@ -284,11 +284,11 @@ def _joins(node: Node, least: int) -> bool:
         return _PRODUCTS[node.name](node) and _has_types(node)
     if node.name in _SUMS:
         return _is_enough(node, least) and _has_types(node)
-    return _is_by_element(node) and (node.name not in _BY_ELEMENT or _is_enough(node, least))
+    return _is_by_element(node) and (node.name not in BY_ELEMENT or _is_enough(node, least))
 
 
 def _is_by_element(node: Node) -> bool:
-    known = node.name in _BY_ELEMENT or node.name in _AS_IT_IS or node.name == "broadcast_in_dim"
+    known = node.name in BY_ELEMENT or node.name in _AS_IT_IS or node.name == "broadcast_in_dim"
     return known and _has_types(node)
 
 

@@ -14,12 +14,12 @@ from dataclasses import dataclass
 
 from xform._cost_rules import aval
 from xform._expand import Made
-from xform._library import _BY_ELEMENT
+from xform._library import BY_ELEMENT
 from xform._program import VIEWS, Node, Region, Value
 
 ROWS = "rows"
 _SUMS = ("reduce_sum", "reduce_max", "reduce_min")
-_SPREADS = VIEWS | {"broadcast_in_dim"}
+_SPREADS = (VIEWS | {"broadcast_in_dim"}) - {"optimization_barrier"}
 
 
 @dataclass(eq=False)
@@ -28,7 +28,7 @@ class _Diamond:
 
     source: Value
     root: Node
-    members: set[Node]
+    members: dict[Node, None]
 
 
 type Readers = dict[Value, list[Node | None]]
@@ -57,7 +57,7 @@ def by_rows(region: Region) -> Region:
 
 def _diamond(root: Node, readers: Readers) -> _Diamond | None:
     """The diamond that ends in a node, if one does: its second operand is made of the sum."""
-    if root.name not in _BY_ELEMENT or len(root.ins) != 2:
+    if root.name not in BY_ELEMENT or len(root.ins) != 2:
         return None
     array, spread = root.ins
     *between, total = _upwards(spread, readers)
@@ -72,7 +72,8 @@ def _diamond(root: Node, readers: Readers) -> _Diamond | None:
     if source is None or source.size == total.size:
         return None
     values = (*between, *left[: left.index(source)], *right[: right.index(source)])
-    return _Diamond(source, root, {root, node, *(v.node for v in values if v.node is not None)})
+    nodes = (root, node, *(v.node for v in values if v.node is not None))
+    return _Diamond(source, root, dict.fromkeys(nodes))
 
 
 def _upwards(v: Value, readers: Readers) -> Iterator[Value]:
@@ -88,25 +89,26 @@ def _keeps_rows(node: Node) -> bool:
         shape = node.ins[0].aval.shape
         moved = [d for d in node.eqn.params["permutation"] if shape[d] > 1]
         return moved == sorted(moved)
-    if node.name in _BY_ELEMENT:
+    if node.name in BY_ELEMENT:
         return [v for v in node.ins if v.known is None] == node.ins[:1]
-    return node.name in _SPREADS
+    return node.name in _SPREADS and len(node.outs) == 1
 
 
 def _after(this: _Diamond, kernels: dict[Node, _Diamond], readers: Readers) -> _Diamond:
     """A diamond, with the one before it where nothing else reads what that ends in."""
-    v, between = this.source, set()
-    if not this.members.issuperset(readers[v]):
+    v, between = this.source, list[Node]()
+    if not this.members.keys() >= set(readers[v]):
         return this
     while v.node is not None and v.node not in kernels and _keeps_rows(v.node):
-        between.add(v.node)
+        between.append(v.node)
         v = v.node.ins[0]
         if len(readers[v]) > 1:
             return this
     if v.node not in kernels:
         return this
     before = kernels.pop(v.node)
-    return _Diamond(before.source, this.root, this.members | between | before.members)
+    nodes = (*this.members, *between, *before.members)
+    return _Diamond(before.source, this.root, dict.fromkeys(nodes))
 
 
 def _kernel(diamond: _Diamond) -> Made:
