@@ -69,19 +69,23 @@ def _groups(region: Region, copies: Sequence[Node]) -> list[list[Node]]:
     return groups
 
 
-def _needs(region: Region, copies: Sequence[Node]) -> dict[Node, set[Node]]:
-    """The copies that each copy is computed from."""
-    among, before = set(copies), dict.fromkeys(region.inputs, frozenset())
+def _needs(region: Region, copies: Sequence[Node]) -> dict[Node, frozenset[Node]]:
+    """The copies that each copy is computed from, but for those that these are computed from."""
+    among, needs = set(copies), dict[Node, frozenset[Node]]()
+    before: dict[Value, frozenset[Node]] = {}
     for node in region.nodes:
-        found = frozenset().union(*(before.get(v, frozenset()) for v in node.ins))
+        found = frozenset().union(*(before.get(v, ()) for v in node.ins))
         if node in among:
-            found |= {node}
+            needs[node], found = found, frozenset((node,))
         before.update(dict.fromkeys(node.outs, found))
-    return {copy: set(before[copy.outs[0]]) - {copy} for copy in copies}
+    return needs
 
 
 def _wait(
-    group: Sequence[Node], copy: Node, groups: Sequence[Sequence[Node]], needs: dict[Node, set]
+    group: Sequence[Node],
+    copy: Node,
+    groups: Sequence[Sequence[Node]],
+    needs: dict[Node, frozenset],
 ) -> bool:
     """Whether a copy waits for one of a group, or they for it, where groups are made at once."""
     kernel = {node: group for group in groups for node in group}
@@ -156,4 +160,5 @@ def _in_order(region: Region, kernels: Sequence[Made], masked: set[Value]) -> li
                 again, waiting[:] = waiting.copy(), ()
                 for late in again:
                     run(late)
+    assert not waiting
     return order
