@@ -266,8 +266,7 @@ CPU = cases(
     "scalar", "two layers", "scan over layers", "attention, forward", "norms, forward", "depthwise",
     "batch norms, forward",
     slow=(
-        # "vit, remat" is 11 % below XLA's: docs/limits.md.
-        *(name for name in SLOW if name != "vit, remat"), *FORWARD,
+        *SLOW, *FORWARD,
         "eight layers", "example model", "gpt", "gpt, bfloat16", "gpt, remat",
         "norms", "batch norms", "embedding, forward", "routed", "experts",
     ),
