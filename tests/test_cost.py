@@ -564,6 +564,9 @@ CALLS = {
     "one body, two calls": lambda x: twice_read(*twice_read(x, x)[:1], x),
     "a view that a loop reads": lambda x: loop(halves(x, 1)[4].reshape(8, 8), x),
     "a loop's result in a call": lambda x: [halves(y, 1) for y in loop(x, x)],
+    "a loop's result that a call reads": lambda x: (
+        lambda y, z: (y[:2], jnp.cos(y), jax.jit(lambda y: (y, y[1:]))(y), z)
+    )(*jax.jit(lambda x: (lambda y: (y, jnp.sin(y)))(loop(x, x)[1]))(x)),
     "an input that is a result": lambda x: halves(x, 1),
     "numbers given to calls": lambda x: (jnp.clip(x, 0.0, 1.0), jnp.where(x > 0, x, jnp.nan)),
     "constants": lambda x: x + np.arange(64.0, dtype=np.float32).reshape(8, 8) + np.float32(2),

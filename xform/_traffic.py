@@ -64,6 +64,7 @@ class _Run:
       roots: of a view, the value that it views.
       known: single numbers that the program tells.
       outside: what comes from outside of the run, in bytes.
+      loaded: what of that a call has read already, inside.
       read: what equations read.
       parts: of each equation that reads a part of its operands, these, and the bytes of the part.
       made: what equations write if it outlives the run, in bytes; None where that is all of it.
@@ -75,6 +76,7 @@ class _Run:
     roots: dict[Any, Any] = field(default_factory=dict)
     known: set[Any] = field(default_factory=set)
     outside: dict[Any, int] = field(default_factory=dict)
+    loaded: set[Any] = field(default_factory=set)
     read: set[Any] = field(default_factory=set)
     parts: list[tuple[set[Any], int]] = field(default_factory=list)
     made: dict[Any, int | None] = field(default_factory=dict)
@@ -100,7 +102,8 @@ class _Run:
 
     def settled(self) -> Moved:
         """What it moves, as far as nothing outside of it decides that."""
-        fused = sum(map(self.outside.__getitem__, self.read & self.outside.keys()))
+        loads = (self.read & self.outside.keys()) - self.loaded
+        fused = sum(map(self.outside.__getitem__, loads))
         fused += sum(n for roots, n in self.parts if not self.outside.keys().isdisjoint(roots))
         for v in self.escaped & self.made.keys():
             fused += _bytes(v) if (written := self.made[v]) is None else written
@@ -210,8 +213,10 @@ class _Traffic:
             x = outer.setdefault(root, object())
             if x is not out:
                 run.roots[out] = x
-            if root in inside.outside and root not in inside.read:
+            if root in inside.outside:
                 run.outside[x] = inside.outside[root]
+            if root in inside.read or root in inside.loaded:
+                run.loaded.add(x)
             if root in inside.made and root not in inside.escaped:
                 written = inside.made[root]
                 run.made[x] = _bytes(root) if written is None else written
