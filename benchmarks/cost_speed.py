@@ -1,11 +1,11 @@
 """How long `cost` and `memory` take, beside tracing: 4,000 equations, and 405 billion parameters.
 
-`PYTHONPATH=examples python benchmarks/cost_speed.py`. Each program has a process of its own, so
-that `first` counts the FLOPs of a program never seen, in a process that never counted; `again` is
-the shortest of ten more counts, which remember nothing of it, and `cost(f)(…)` that of a whole
-call, whose trace JAX remembers. `loop` is a loop over the equations that looks at nothing but the
-types of one operand and one result: what Python takes at the least. `bytes` is a count of all else
-(bytes, lines, scopes), made when one of them is first asked for, and `print` the table after it.
+`PYTHONPATH=examples python benchmarks/cost_speed.py`. Each program has a process of its own, which
+never counted before. `FLOPs` and `bytes` are the totals of a program never seen, `lines` all else
+(the cost of every equation by line), made when it is first asked for, and `again` a whole call,
+`cost(f)(…)` with FLOPs, bytes and lines, of a function that was counted before: JAX remembers its
+trace, and xform what it counted. `loop` is a loop over the equations that looks at nothing but the
+types of one operand and one result: what Python takes at the least.
 """
 
 import os
@@ -104,16 +104,22 @@ def of_program(name: str) -> None:
     found = []
     tracing = seconds(lambda: found.append(trace(f, *args)))
     (jaxpr,) = found
-    first = seconds(lambda: cost_of(jaxpr).flops)
-    again = min(seconds(lambda: cost_of(jaxpr).flops) for _ in range(10))
     look = lambda: [(e.primitive, e.invars[0].aval, e.outvars[0].aval) for e in jaxpr.eqns]
     loop = min(seconds(look) for _ in range(10))
-    more = min(seconds(lambda: cost_of(jaxpr).bytes) for _ in range(10))
-    costs = cost_of(jaxpr)
-    table = seconds(lambda: (costs.bytes, str(costs))) - more
-    whole = min(seconds(lambda: cost(f)(*args).flops) for _ in range(3))
+    counts: list[Any] = []
+    flops = seconds(lambda: counts.append(cost_of(jaxpr)))
+    (costs,) = counts
+    moved = seconds(lambda: costs.bytes)
+    lines = seconds(costs.by_line)
+
+    def all_of() -> None:
+        costs = cost(f)(*args)
+        _ = costs.flops, costs.bytes, costs.by_line()
+
+    all_of()
+    again = min(seconds(all_of) for _ in range(10))
     equations = sum(1 for _ in walk(jaxpr))
-    times = (tracing, loop, first, again, whole, more, table)
+    times = (tracing, loop, flops, moved, lines, again)
     print(f"{name:34s} {equations:9,d} " + " ".join(f"{1e3 * t:9.2f}" for t in times), flush=True)
 
 
@@ -153,7 +159,7 @@ def main() -> None:
         return large() if sys.argv[1] == "large" else of_program(sys.argv[1])
     print("$ PYTHONPATH=examples python benchmarks/cost_speed.py")
     print(f"Python {platform.python_version()}, jax {jax.__version__}, {os.cpu_count()} cores\n")
-    columns = ("trace", "loop", "first", "again", "cost(f)(…)", "bytes", "print")
+    columns = ("trace", "loop", "FLOPs", "bytes", "lines", "again")
     print(
         f"{'milliseconds':34s} {'equations':>9s} " + " ".join(f"{c:>9s}" for c in columns),
         flush=True,

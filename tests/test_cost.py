@@ -22,6 +22,7 @@ from xform._cost import cost_of
 from xform._cost_rules import RULES
 from xform._costs import add_up
 from xform._program import _turns
+from xform._tally import tally
 from xform.jaxpr import trace
 from xform.lowering._loss_fn import Chunks
 from xform.train import Rows
@@ -54,12 +55,11 @@ def test_chain_of_additions_counts_every_one_as_written():
 
 
 def counted(f, *args, **kwargs):
-    """The costs, once the quick count of FLOPs, where there is one, is that of all equations."""
+    """The costs, once the quick counts, where there are any, are those of all equations."""
     costs = cost(f)(*args, **kwargs)
-    if costs.tally is not None:
-        total = add_up(costs.rows)
-        for name in ("matrix", "other", "transcendentals"):
-            assert getattr(costs.tally, name) == getattr(total, name), name
+    total = add_up(costs.rows)
+    for name in ("matrix", "other", "transcendentals", "bytes", "fused_bytes", "collective_bytes"):
+        assert getattr(costs.total, name) == getattr(total, name), name
     return costs
 
 
@@ -540,6 +540,50 @@ def test_fused_loop_moves_its_carry_and_slices_each_time():
     assert costs(f32(100), f32(7, 100)).fused_bytes == 7 * 3 * 400
 
 
+@jax.jit
+def halves(x, n):
+    """A view of an operand, an operand, a number, what it makes, and a view of that."""
+    y = jnp.sin(x)
+    return x.reshape(-1), x, 2.0, y, y.reshape(-1), n
+
+
+@jax.jit
+def twice_read(x, y):
+    return x * y + x[:2].sum(), jnp.stack([x, x, y])
+
+
+def loop(x, w):
+    return jax.lax.scan(lambda c, _: (c @ w, c), x, length=3)
+
+
+# What calls do to values: the sums without a graph must know them by any name.
+CALLS = {
+    "results that are operands": lambda x: [a * a for a in halves(x, 3)],
+    "one array by two names": lambda x: halves(x, 1)[1] * x + twice_read(x, halves(x, 1)[1])[0],
+    "a call in a call": lambda x: jax.jit(lambda x: twice_read(*halves(x, 1)[1:4:2]))(x),
+    "one body, two calls": lambda x: twice_read(*twice_read(x, x)[:1], x),
+    "a view that a loop reads": lambda x: loop(halves(x, 1)[4].reshape(8, 8), x),
+    "a loop's result in a call": lambda x: [halves(y, 1) for y in loop(x, x)],
+    "a loop's result that a call reads": lambda x: (
+        lambda y, z: (y[:2], jnp.cos(y), jax.jit(lambda y: (y, y[1:]))(y), z)
+    )(*jax.jit(lambda x: (lambda y: (y, jnp.sin(y)))(loop(x, x)[1]))(x)),
+    "an input that is a result": lambda x: halves(x, 1),
+    "numbers given to calls": lambda x: (jnp.clip(x, 0.0, 1.0), jnp.where(x > 0, x, jnp.nan)),
+    "constants": lambda x: x + np.arange(64.0, dtype=np.float32).reshape(8, 8) + np.float32(2),
+    "a choice of one": lambda x: jnp.where(x > 0, x, x) + jnp.concatenate([x, x])[:8],
+    "in place": lambda x: jax.jit(lambda x: x.at[0].set(1.0))(jnp.sin(x)).at[1].add(x[0]),
+    "no turns": lambda x: jax.lax.scan(lambda c, _: (c @ c, None), x, length=0)[0],
+    "remat": jax.grad(lambda x: jax.checkpoint(lambda x: jnp.sin(twice_read(x, x)[0]))(x).sum()),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_bytes_are_those_of_all_equations_through_calls(name):
+    costs = counted(CALLS[name], x88)
+    assert costs.tally is not None
+    assert costs.traffic() is not None
+
+
 def test_slices_move_what_they_take():
     assert cost(lambda x: x[5])(f32(1000, 10)).fused_bytes == 2 * 40
     rows = cost(lambda x, i: x[i])(f32(1000, 10), S((3,), jnp.int32))
@@ -959,12 +1003,31 @@ def test_flops_of_four_thousand_equations_take_about_a_millisecond():
     assert len(jaxpr.eqns) == 3500
     assert cost_of(jaxpr).flops == add_up(cost_of(jaxpr).rows).flops
     look = least(lambda: [eqn.invars[0].aval for eqn in jaxpr.eqns for _ in range(10)])
-    assert least(lambda: cost_of(jaxpr).flops) < 5 * look
+    assert least(lambda: tally(jaxpr)) < 5 * look
+    # What was counted once is not counted again, not even by line.
+    costs = cost_of(jaxpr)
+    assert costs.by_line() == costs.by_line()
+    assert least(lambda: (cost_of(jaxpr).bytes, cost_of(jaxpr).by_line())) < look
+
+
+def test_a_program_is_counted_again_where_a_rule_has_changed():
+    f = lambda x: jnp.tanh(x)
+    before = cost(f)(x88)
+    assert cost(f)(x88).rows is before.rows
+    rule = RULES["tanh"]
+    try:
+        cost_rule("tanh")(lambda _: Work(other=5 * 64))
+        assert (cost(f)(x88).flops, cost(f)(x88).transcendentals) == (5 * 64, 0)
+    finally:
+        RULES["tanh"] = rule
+    assert (cost(f)(x88).flops, cost(f)(x88).transcendentals) == (0, 64)
 
 
 def test_only_what_is_asked_for_is_counted():
     costs = cost(lambda x: jnp.sin(x @ x))(x88)
     assert costs.flops == PRODUCT
-    assert "_counted" not in vars(costs)
+    assert "total" not in vars(costs)
     assert costs.fused_bytes == 2 * 4 * 64
+    assert "_counted" not in vars(costs)
+    assert sum(c.fused_bytes for c in costs.by_line().values()) == 2 * 4 * 64
     assert "_counted" in vars(costs)

@@ -95,6 +95,18 @@ def test_roofline_of_a_device_of_ones_own():
     assert line.seconds == pytest.approx(2 * 4096**3 / 1e12)
 
 
+@pytest.mark.parametrize("report", [mfu, hfu, roofline])
+def test_a_function_in_the_place_of_its_costs_is_refused(report):
+    plain = getattr(report, "__wrapped__", report)  # without the checker of the tests
+    with pytest.raises(TypeError, match=rf"Call `{report.__name__}\(cost\(f\)"):
+        plain(lambda x: x, 1.0)
+
+
+def test_no_time_is_refused():
+    with pytest.raises(ValueError, match="a positive time"):
+        mfu(product, 0.0, "H200")
+
+
 def test_roofline_asks_for_trip_counts():
     f = lambda x: jax.lax.while_loop(lambda x: x[0, 0] < 1, lambda x: x @ x, x)
     costs = cost(f)(S((8, 8), jnp.float32))

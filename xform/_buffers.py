@@ -22,8 +22,11 @@ from dataclasses import dataclass, field
 
 from xform._attention_cost import attention_program
 from xform._compat import Jaxpr, weakref_lru_cache
+from xform._expand import Made
 from xform._library import flattens, hand_over, reordered
+from xform._masked import MASKED
 from xform._program import VIEWS, Node, Region, Value, merge, own_inputs, program, prune
+from xform._rows import ROWS
 from xform.jaxpr._walk import carried
 
 
@@ -451,6 +454,7 @@ class Plan:
     def _passing(self, node: Node) -> Peak:
         """What exists only while a node runs."""
         inside, copied = self._inside(node), [node.ins[i] for i in reordered(node)]
+        copied = [v for v in copied if not isinstance(v.node, Made)]  # made as they are wanted
         if self.cpu:  # there a copy is a node of its own
             return inside
         if node.name == "conv_general_dilated":
@@ -530,7 +534,8 @@ def _fuses_operands(node: Node, v: Value) -> bool:
     """Whether a node computes its operand `v` itself, if it can."""
     if node.name in ("gather", "dynamic_slice", *_IN_PLACE):
         return v is not node.ins[0]
-    return (_fusible(node) or node.name in REDUCTIONS) and node.name != _BARRIER
+    inside = _fusible(node) or node.name in REDUCTIONS or node.name in (MASKED, ROWS)
+    return inside and node.name != _BARRIER
 
 
 def _reads_flat(node: Node, v: Value) -> bool:

@@ -21,14 +21,15 @@ import numpy as np
 
 from xform._amount import Amount, Polynomial, higher, lower, ratio
 from xform._attention_cost import AttentionFlops, attention_work
-from xform._compat import Jaxpr, JaxprEqn
+from xform._compat import Jaxpr, JaxprEqn, weakref_lru_cache
 from xform._cost_rules import BY_TYPE, RULES, CostRule, Work, sent
 from xform._costs import ATTENTION, NONE, Cost, Costs, Count, Each, Row, add_up
 from xform._devices import DTYPES
 from xform._grid import at_each, blocks_moved, places, size_of
 from xform._hlo import TARGETS, Kernel, compile_for, read
-from xform._program import Node, Region, Value, content, program, prune, trip_count
+from xform._program import Node, Region, Value, content, is_concrete, program, prune, trip_count
 from xform._tally import tally
+from xform._traffic import Moved, traffic
 from xform.jaxpr._trace import jitted_call, trace_call
 
 
@@ -93,12 +94,36 @@ def _products(kind: str, kernel: Kernel) -> int:
 
 def cost_of(jaxpr: Jaxpr, args: Sequence[Any] = (), *, strict: bool = True) -> Costs:
     """Returns what a closed jaxpr costs; `args`, as far as concrete, tell the content of inputs."""
-    if (quick := tally(jaxpr)) is not None:  # nothing in it asks for the content of an input
-        return Costs(jaxpr, lambda: count(jaxpr), quick)
-    found = count(jaxpr, args)
+    rules = tuple(RULES.values())
+    if (quick := _tallied(jaxpr, rules)) is not None:  # nothing asks for the content of an input
+        counted, moved = partial(_counted, jaxpr, rules), partial(_moved, jaxpr, rules)
+        return Costs(jaxpr, counted, quick, moved)
+    told = any(map(is_concrete, args))
+    found = count(jaxpr, args) if told else _counted(jaxpr, rules)
     if found.unknown and strict:
         raise NotImplementedError(_no_rule(found.unknown))
     return Costs(jaxpr, lambda: found)
+
+
+# What is known of a program while JAX keeps it, and counted by the same rules.
+
+
+@weakref_lru_cache
+def _tallied(jaxpr: Jaxpr, rules: tuple[CostRule, ...]) -> Cost | None:
+    del rules
+    return tally(jaxpr)
+
+
+@weakref_lru_cache
+def _moved(jaxpr: Jaxpr, rules: tuple[CostRule, ...]) -> Moved | None:
+    del rules
+    return traffic(jaxpr)
+
+
+@weakref_lru_cache
+def _counted(jaxpr: Jaxpr, rules: tuple[CostRule, ...]) -> Count:
+    del rules
+    return count(jaxpr)
 
 
 def count(jaxpr: Jaxpr, args: Sequence[Any] = ()) -> Count:

@@ -13,6 +13,7 @@ from xform._attention_cost import AttentionFlops
 from xform._compat import Jaxpr
 from xform._program import Node
 from xform._show import Table, as_text, page, short
+from xform._traffic import Moved
 
 
 @dataclass(frozen=True)
@@ -115,7 +116,10 @@ class Row:
 
 @dataclass(frozen=True)
 class Count:
-    """All that is counted of a program; the attributes are those of `Costs`."""
+    """All that is counted of a program; the attributes are those of `Costs`.
+
+    What is asked of it is added up once: a program that is asked about again has its count.
+    """
 
     rows: tuple[Row, ...]
     low: Cost
@@ -124,19 +128,43 @@ class Count:
     attention: tuple[tuple[AttentionFlops, Amount], ...]
     unknown: Mapping[str, tuple[str, ...]]
 
+    @cached_property
+    def total(self) -> Cost:
+        return add_up(self.rows)
+
+    @cached_property
+    def per_device(self) -> Cost:
+        return add_up(self.rows, per_device=True)
+
+    @cached_property
+    def _sums(self) -> dict[tuple[str, bool], dict[str, Cost]]:
+        return {}
+
+    def by(self, what: str, per_device: bool = False) -> dict[str, Cost]:
+        """The total by line, scope, phase or primitive, the dearest first."""
+        if (found := self._sums.get((what, per_device))) is None:
+            groups: dict[str, list[Row]] = {}
+            for key, row in zip(_KEYS[what](self.rows), self.rows, strict=True):
+                groups.setdefault(key, []).append(row)
+            sums = {key: add_up(rows, per_device=per_device) for key, rows in groups.items()}
+            found = dict(sorted(sums.items(), key=lambda item: -_size(item[1].flops)))
+            self._sums[what, per_device] = found
+        return dict(found)
+
 
 @dataclass(frozen=True, repr=False, eq=False)
 class Costs:
     """What `cost` returns: the work of one call of a function, on all devices together.
 
     It prints as a table, and shows itself in a notebook. FLOPs and elementary functions are
-    known at once; bytes, lines and whatever else asks where each value goes, from when one of them
-    is first asked for.
+    known at once; the bytes of the total from when they are first asked for; lines and whatever
+    else asks where each value goes, from when one of them is.
 
     Attributes:
       jaxpr: the program.
       count: makes the full count.
       tally: FLOPs and elementary functions of the total, where they are known without it.
+      traffic: counts the bytes of the total, where they may be known without it.
       compiled: what each device runs of the compiled program, where that was asked for.
       rows: every equation that runs, with its work.
       low, high: the bounds on the total where branches, or masks read from arrays, leave a choice.
@@ -148,6 +176,7 @@ class Costs:
     jaxpr: Jaxpr
     count: Callable[[], Count]
     tally: Cost | None = None
+    traffic: Callable[[], Moved | None] = lambda: None
     compiled: Cost | None = None
 
     @cached_property
@@ -164,12 +193,15 @@ class Costs:
     @cached_property
     def total(self) -> Cost:
         """The work of all devices; of branches, the mean."""
-        return add_up(self.rows)
+        if self.tally is None or (moved := self.traffic()) is None:
+            return self._counted.total
+        flops = self.tally.matrix, self.tally.other, self.tally.transcendentals
+        return Cost(*flops, moved.bytes, moved.fused, dict(moved.network))
 
     @property
     def per_device(self) -> Cost:
         """The work of the device that does most: one of each `shard_map`."""
-        return add_up(self.rows, per_device=True)
+        return self._counted.per_device
 
     @property
     def _arithmetic(self) -> Cost:
@@ -228,26 +260,19 @@ class Costs:
 
     def by_line(self, *, per_device: bool = False) -> dict[str, Cost]:
         """The total by the user's line, "file:line (function)", the dearest first."""
-        return self._by([row.node.line for row in self.rows], per_device)
+        return self._counted.by("line", per_device)
 
     def by_scope(self, *, per_device: bool = False) -> dict[str, Cost]:
         """The total by `jax.named_scope`, "block/attention", the dearest first."""
-        return self._by([row.node.scope for row in self.rows], per_device)
+        return self._counted.by("scope", per_device)
 
     def by_phase(self) -> dict[str, Cost]:
         """The total of "forward", "backward" and "recompute"."""
-        return self._by(_phases(self.rows))
+        return self._counted.by("phase")
 
     def by_primitive(self) -> dict[str, Cost]:
         """The total by primitive."""
-        return self._by([row.node.name for row in self.rows])
-
-    def _by(self, keys: Iterable[str], per_device: bool = False) -> dict[str, Cost]:
-        groups: dict[str, list[Row]] = {}
-        for key, row in zip(keys, self.rows, strict=True):
-            groups.setdefault(key, []).append(row)
-        sums = {key: add_up(rows, per_device=per_device) for key, rows in groups.items()}
-        return dict(sorted(sums.items(), key=lambda item: -_size(item[1].flops)))
+        return self._counted.by("primitive")
 
     def at(self, **trips: int) -> Costs:
         """The same where loops run so often: `costs.at(T1=10)`.
@@ -268,7 +293,7 @@ class Costs:
             trips={k: line for k, line in self.trips.items() if k not in trips},
             attention=tuple((a, at(n, trips)) for a, n in self.attention),
         )
-        return dataclasses.replace(self, count=lambda: found, tally=None)
+        return Costs(self.jaxpr, lambda: found, compiled=self.compiled)
 
     def __repr__(self) -> str:
         by_line = self.by_line()
@@ -303,6 +328,14 @@ def _phases(rows: Sequence[Row]) -> list[str]:
         else phase
         for row, phase in zip(rows, phases, strict=True)
     ]  # fmt: skip
+
+
+_KEYS: Mapping[str, Callable[[Sequence[Row]], list[str]]] = {
+    "line": lambda rows: [row.node.line for row in rows],
+    "scope": lambda rows: [row.node.scope for row in rows],
+    "phase": _phases,
+    "primitive": lambda rows: [row.node.name for row in rows],
+}
 
 
 def add_up(rows: Iterable[Row], *, per_device: bool = False) -> Cost:

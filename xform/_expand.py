@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
+import jax
 import jax.numpy as jnp
 from jax.core import ShapedArray
 
@@ -62,8 +63,17 @@ def rules_of(name: str) -> Mapping[str, Rule]:
     """The rules of a device by name."""
     if name.lower() == "cpu":
         return _CPU
-    gpu = next((gpu for known, gpu in GPUS.items() if known.lower() == name.lower()), None)
+    gpu = _gpu(name)
     return {**_GPU, "dot_general": partial(_split, gpu=gpu)} if gpu else {}
+
+
+def _gpu(name: str) -> Gpu | None:
+    return next((gpu for known, gpu in GPUS.items() if known.lower() == name.lower()), None)
+
+
+def is_gpu(name: str) -> bool:
+    """Whether a device is a GPU whose compiler is known here."""
+    return _gpu(name) is not None
 
 
 def _make(name: str, at: Node, ins: Sequence[Value], *types: tuple) -> Node:
@@ -75,7 +85,7 @@ def _make(name: str, at: Node, ins: Sequence[Value], *types: tuple) -> Node:
 def _made(name: str, at: Node, ins: Sequence[Value], outs: Sequence[Value]) -> Node:
     node = Made(name, at, list(ins), list(outs))
     for v in outs:
-        v.node = node
+        v.node, v.view = node, None
     return node
 
 
@@ -111,10 +121,12 @@ def _running(node: Node, shared: dict, *, end: str) -> list[Node] | None:
     return [*nodes, _made(end, node, parts, [out])]
 
 
-def _unstack(node: Node, shared: dict) -> list[Node]:
+def _unstack(node: Node, shared: dict) -> list[Node] | None:
     """A slice for each result, and a view of it without the dimension."""
     del shared
     axis, (stack,) = node.eqn.params["axis"], node.ins
+    if jnp.issubdtype(stack.aval.dtype, jax.dtypes.extended):  # keys are a few bytes
+        return None
     shape = list(stack.aval.shape)
     shape[axis] = 1
     nodes: list[Node] = []
@@ -122,6 +134,18 @@ def _unstack(node: Node, shared: dict) -> list[Node]:
         nodes.append(_make("slice", node, [stack], (tuple(shape), out.aval.dtype)))
         nodes.append(_made("squeeze", node, nodes[-1].outs, [out]))
     return nodes
+
+
+def _choice(node: Node, shared: dict) -> list[Node] | None:
+    """A product with what is 1 or 0 chooses the other operand or zero: that of a one-hot label."""
+    del shared
+    for bits, other in zip(node.ins, node.ins[::-1], strict=True):
+        made = bits.node
+        if made is not None and made.name == "convert_element_type":
+            (chosen,) = made.ins
+            if chosen.aval.dtype == jnp.bool:
+                return [_made("select_n", node, [chosen, other], node.outs)]
+    return None
 
 
 def _largest_of_windows(node: Node, shared: dict, *, alone: bool) -> list[Node]:
@@ -184,6 +208,7 @@ def _split(node: Node, shared: dict, *, gpu: Gpu) -> list[Node] | None:
 
 _RUNNING = ("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp")
 _CPU: Mapping[str, Rule] = {
+    "mul": _choice,
     "random_bits": _random_bits,
     "unstack": _unstack,
     "select_and_scatter_add": partial(_largest_of_windows, alone=True),
@@ -211,7 +236,7 @@ def _in_turn(region: Region) -> list[Node]:
         if maker is not None and readers[node.ins[0]] == 1 and _turns(maker, node):
             turned[maker] = node
     gone = set(turned.values())
-    return [_swapped(n, turned[n]) if n in turned else n for n in nodes if n not in gone]
+    return [_turned(n, turned[n]) if n in turned else n for n in nodes if n not in gone]
 
 
 def _turns(product: Node, turn: Node) -> bool:
@@ -225,13 +250,9 @@ def _turns(product: Node, turn: Node) -> bool:
     return tuple(turn.eqn.params["permutation"]) == order
 
 
-def _swapped(product: Node, turn: Node) -> Node:
-    """The product whose operands are in turn, with the result of the transpose."""
-    eqn = product.eqn
-    contract, batch = eqn.params["dimension_numbers"]
-    params = {**eqn.params, "dimension_numbers": (contract[::-1], batch[::-1])}
-    swapped = eqn.replace(invars=eqn.invars[::-1], outvars=turn.eqn.outvars, params=params)
-    node = Node(swapped, product.place, product.ins[::-1])
-    node.outs = turn.outs
-    node.outs[0].node, node.outs[0].view = node, None
-    return node
+def _turned(product: Node, turn: Node) -> Node:
+    """The product whose operands change places, with the result of the transpose.
+
+    Which of them it needs in another order was decided before, so it stands as it was written.
+    """
+    return _made("dot_general", product, product.ins, turn.outs)

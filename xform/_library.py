@@ -23,7 +23,7 @@ from xform._expand import Made
 from xform._program import VIEWS, Node, Region, Value, folded
 
 # What the library computes by element, in these types, where it is enough to be worth the call.
-_BY_ELEMENT = frozenset(
+BY_ELEMENT = frozenset(
     {
         "abs", "add", "add_any", "ceil", "convert_element_type", "cos", "div", "erf", "exp",
         "expm1", "floor", "integer_pow", "log", "log1p", "logistic", "max", "min", "mul", "neg",
@@ -108,7 +108,7 @@ def _spread(region: Region) -> None:
 
 def _small(node: Node) -> list[int]:
     """The operands that are spread out to meet the others."""
-    if node.name not in _BY_ELEMENT | _BESIDE:
+    if node.name not in BY_ELEMENT | _BESIDE:
         return []
     return [i for i, v in enumerate(node.ins) if v.size < node.outs[0].size]
 
@@ -141,7 +141,8 @@ def reordered(node: Node) -> dict[int, tuple[int, ...]]:
         wide = [sum(shape[d] > 1 for d in dims) for dims in (free, contract[i])]
         if i == 0 and max(wide) > 1:  # one that is no matrix as it is can't be turned as well
             del orders[1]
-        if tuple(range(len(shape))) not in orders:
+        kept = [d for d, n in enumerate(shape) if n > 1]  # one element has no place of its own
+        if kept not in ([d for d in order if shape[d] > 1] for order in orders):
             found[i] = orders[0]
     return found
 
@@ -266,7 +267,7 @@ def _uniform(region: Region) -> set[Value]:
     """What holds one number everywhere: its sum is a product."""
     same: set[Value] = set()
     for node in region.nodes:
-        spreads = node.name == "broadcast_in_dim" or node.name in _BY_ELEMENT
+        spreads = node.name == "broadcast_in_dim" or node.name in BY_ELEMENT
         if spreads and all(v.size == 1 or v in same for v in node.ins):
             same.update(node.outs)
     return same
@@ -283,11 +284,11 @@ def _joins(node: Node, least: int) -> bool:
         return _PRODUCTS[node.name](node) and _has_types(node)
     if node.name in _SUMS:
         return _is_enough(node, least) and _has_types(node)
-    return _is_by_element(node) and (node.name not in _BY_ELEMENT or _is_enough(node, least))
+    return _is_by_element(node) and (node.name not in BY_ELEMENT or _is_enough(node, least))
 
 
 def _is_by_element(node: Node) -> bool:
-    known = node.name in _BY_ELEMENT or node.name in _AS_IT_IS or node.name == "broadcast_in_dim"
+    known = node.name in BY_ELEMENT or node.name in _AS_IT_IS or node.name == "broadcast_in_dim"
     return known and _has_types(node)
 
 
@@ -302,13 +303,14 @@ def _has_types(node: Node) -> bool:
 
 def _takes_product(node: Node) -> bool:
     """Whether it is a product of matrices that are not tiny, the first as it is multiplied."""
-    (contract, _), (batch, _) = node.eqn.params["dimension_numbers"]
-    x, y = (aval(atom).shape for atom in node.eqn.invars[:2])
+    first = int(isinstance(node, Made))  # where operands have changed places, it is the second
+    contract, batch = (dims[first] for dims in node.eqn.params["dimension_numbers"])
+    x, y = (aval(node.eqn.invars[i]).shape for i in (first, 1 - first))
     k = math.prod(x[d] for d in contract)
     same = math.prod(x[d] for d in batch)
     m, n = (math.prod(shape) // max(1, k * same) for shape in (x, y))
     in_order = sorted(contract) == list(range(len(x) - len(contract), len(x)))
-    return (in_order or 0 in reordered(node)) and max(m, k, n) >= 8
+    return (in_order or first in reordered(node)) and max(m, k, n) >= 8
 
 
 def _takes_convolution(node: Node) -> bool:

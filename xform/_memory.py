@@ -20,10 +20,12 @@ from xform._amount import number
 from xform._buffers import Plan
 from xform._compat import Jaxpr
 from xform._devices import device as known_device
-from xform._expand import expand, rules_of
+from xform._expand import expand, is_gpu, rules_of
 from xform._library import hand_over
 from xform._lowered import compiled, dense
+from xform._masked import mask_at_once
 from xform._program import Region, Value, merge, own_inputs, program, prune
+from xform._rows import by_rows
 from xform._show import Table, page, short
 from xform.jaxpr._trace import given_away, trace_call
 
@@ -218,10 +220,15 @@ def _planned(
     donated = list(donated) or given_away(jaxpr)
     name = device or jax.default_backend()
     lower = compiled if "tpu" in name.lower() else dense
-    region = expand(prune(merge(program(jaxpr, lower=lower))), rules_of(name))
+    breadth_first = orders_breadth_first(name)
+    region = prune(merge(program(jaxpr, lower=lower)))
+    if not breadth_first:
+        mask_at_once(region)
+    region = expand(region, rules_of(name))
+    if is_gpu(name):
+        by_rows(region)
     inputs = region.inputs[len(jaxpr.consts) :]
     shares = _shares(region, inputs, args)
-    breadth_first = orders_breadth_first(name)
     if breadth_first:
         shares = _shared_alike(hand_over(region), shares)
     matched = _match(inputs, donated, region.outputs)

@@ -53,7 +53,7 @@ class Value:
     __slots__ = ("aval", "bytes", "escapes", "known", "node", "same_as", "size", "view")
 
     def __init__(self, aval, node: Node | None = None, known: Any = None):
-        self.aval, self.size, self.bytes = _measured(aval)
+        self.aval, self.size, self.bytes = measured(aval)
         self.node = node
         self.known = known
         self.same_as: Value | None = None
@@ -71,7 +71,7 @@ class Value:
 
 
 @functools.lru_cache(4096)
-def _measured(aval: Any) -> tuple[Any, int, int]:
+def measured(aval: Any) -> tuple[Any, int, int]:
     """The type of an array, or of what a reference refers to, with its elements and bytes."""
     aval = getattr(aval, "inner_aval", aval)
     size = math.prod(getattr(aval, "shape", ()))
@@ -248,12 +248,26 @@ def merge(region: Region) -> Region:
 
 
 def _chosen(node: Node, spread: Mapping[Value, tuple[Value, Any]]) -> Value | None:
-    """Which of its operands a choice takes, where constants decide that."""
+    """Which of its operands a node makes, where constants decide that."""
+    if node.name in _NEUTRAL:
+        return _unchanged(node)
     if node.name != "select_n":
         return None
     which, *cases = node.ins
     found = folded(spread[which][0] if which in spread else which)
     return None if found is None else cases[int(found)]
+
+
+# With which number an operation leaves its other operand as it is.
+_NEUTRAL = {"max": -math.inf, "min": math.inf, "mul": 1}
+
+
+def _unchanged(node: Node) -> Value | None:
+    """The operand that a node leaves as it is: a softmax takes the maximum of all and of `-inf`."""
+    for number, other in zip(node.ins, node.ins[::-1], strict=True):
+        if other.aval == node.outs[0].aval and folded(number) == _NEUTRAL[node.name]:
+            return other
+    return None
 
 
 # What a compiler computes of numbers that it knows.
@@ -319,11 +333,12 @@ def program(jaxpr: Jaxpr, args: Sequence[Any] = (), *, lower: Lowering = lowered
     """
     region = _region(jaxpr, Place(lower=lower))
     for value, arg in zip(region.inputs[len(jaxpr.consts) :], args, strict=False):
-        value.known = arg if _is_concrete(arg) else None
+        value.known = arg if is_concrete(arg) else None
     return region
 
 
-def _is_concrete(x: Any) -> bool:
+def is_concrete(x: Any) -> bool:
+    """Whether an argument tells what it holds."""
     if isinstance(x, Tracer):
         return False
     return isinstance(x, jax.Array | np.ndarray | np.generic | int | float | bool)

@@ -45,8 +45,7 @@ def mfu(
     """Returns the model-FLOPs utilisation of a program that took so long.
 
     It counts the FLOPs of the model alone: matrix products, without what remat computes again;
-      causal
-    attention by half, whatever else its mask hides; a backward pass as twice the forward.
+    causal attention by half, whatever else its mask hides; a backward pass as twice the forward.
 
     Args:
       costs: of the program.
@@ -55,7 +54,8 @@ def mfu(
       devices: how many; by default those that the program spreads over.
 
     Raises:
-      ValueError: if that is more than the device can do.
+      TypeError: if `costs` is not what `cost(f)(…)` returns.
+      ValueError: if `seconds` is not positive, or that is more than the device can do.
 
     >>> import jax, jax.numpy as jnp
     >>> from xform import cost
@@ -63,6 +63,7 @@ def mfu(
     >>> mfu(cost(lambda x: x @ x)(x), 200e-6, "H200")
     MFU 69.5% (model FLOPs: products, no recompute, causal attention half; of H200's dense peak)
     """
+    _check("mfu", costs)
     what = "model FLOPs: products, no recompute, causal attention half"
     return _utilisation("MFU", costs.model, what, costs, seconds, device, devices)
 
@@ -82,11 +83,14 @@ def hfu(
     >>> hfu(costs, 1e-3, "H200") > mfu(costs, 1e-3, "H200")
     True
     """
+    _check("hfu", costs)
     what = "executed FLOPs: products with recompute, attention by tiles that run"
     return _utilisation("HFU", costs.total.matrix, what, costs, seconds, device, devices)
 
 
 def _utilisation(name, matrix, what, costs: Costs, seconds, on, devices) -> Utilisation:
+    if seconds <= 0:
+        raise ValueError(f"`seconds={seconds}`: a call takes a positive time.")
     on = _as_device(on)
     devices = devices or costs.devices
     share = on.seconds(matrix) / devices / seconds
@@ -98,6 +102,14 @@ def _utilisation(name, matrix, what, costs: Costs, seconds, on, devices) -> Util
             "right one, and `devices`."
         )
     return Utilisation(share, name, f"{what}; of {on.name}'s dense peak")
+
+
+def _check(name: str, costs: object) -> None:
+    if not isinstance(costs, Costs):
+        raise TypeError(
+            f"`{name}` takes what `cost(f)(…)` returns; found {type(costs).__name__}. "
+            f"Call `{name}(cost(f)(*args), …)`."
+        )
 
 
 def _as_device(x: Device | str | None) -> Device:
@@ -178,6 +190,7 @@ def roofline(costs: Costs, device: Device | str | None = None) -> Roofline:
       device: a `Device`, the name of one ("H200"), or None for what JAX runs on.
 
     Raises:
+      TypeError: if `costs` is not what `cost(f)(…)` returns.
       ValueError: if a trip count is unknown, or the peak of what is multiplied.
 
     >>> import jax, jax.numpy as jnp
@@ -186,6 +199,7 @@ def roofline(costs: Costs, device: Device | str | None = None) -> Roofline:
     >>> roofline(cost(lambda x: x @ x)(x), "H200").lines[0].by
     'compute'
     """
+    _check("roofline", costs)
     on = _as_device(device)
     vector = on.peak["float32@highest"]
 
