@@ -16,7 +16,7 @@ from jax.ad_checkpoint import checkpoint_name
 from xform import BudgetError, fuse, remat
 from xform._hlo import compile_for
 from xform._memory import temporaries_of
-from xform._remat._cut import Settings, frontier
+from xform._remat._cut import Graph, Settings, frontier
 from xform._remat._jaxprs import flatten
 from xform._remat._joint import linearize
 from xform._remat._regions import layers
@@ -263,7 +263,7 @@ def test_two_of_three_products_where_no_price_takes_them():
     args = f32(64, 160), f32(80, 96), f32(80, 96), f32(512, 64), f32(512, 80)
     jaxpr, _ = flatten(jax.make_jaxpr(f)(*args))
     settings = Settings(frozenset(("products",)), (True,) * 5)
-    cuts = frontier(linearize(jaxpr, (True,) * 5), settings)
+    cuts = frontier(Graph(linearize(jaxpr, (True,) * 5), settings))
     width = lambda cut: sum(v.aval.shape[1] for v in cut.saved if v.aval.shape[0] == 512) - 144
     assert [width(cut) for cut in cuts] == [352, 256, 192, 160, 96, 0]
     assert [cut.bytes for cut in cuts] == [4 * 512 * width(cut) for cut in cuts]

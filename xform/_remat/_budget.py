@@ -93,6 +93,7 @@ class Outer:
         on_cpu = orders_breadth_first(self.device or jax.default_backend())
         return search(jaxpr, active, self.settings, scratch(self.device), on_cpu)
 
+    @_uncollected()
     def halves(self, jaxpr: Jaxpr, active: tuple[bool, ...]) -> Halves:
         plans = self.plans(jaxpr, active)
         if not isinstance(self.budget, str) and not plans.reversible:
@@ -301,7 +302,6 @@ class Search:
                 best = candidate
         return best
 
-    @_uncollected()
     def saving(self, budget: Budget) -> Candidate:
         """The fastest plan that saves so much."""
         if isinstance(budget, str):

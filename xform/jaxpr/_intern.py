@@ -91,6 +91,10 @@ def _key(value: Any) -> Hashable:
     `0.0 == -0.0` and `nan != nan`.
     """
     kind = type(value)
+    if kind in _THEMSELVES:
+        return kind, value
+    if kind is tuple:
+        return kind, tuple(map(_key, value))
     match value:
         case Jaxpr():
             return _fingerprint(value)
@@ -123,6 +127,10 @@ def _key(value: Any) -> Hashable:
             fields = (getattr(value, field.name) for field in dataclasses.fields(value))
             return kind, value, tuple(map(_key, fields))
     return kind, value
+
+
+# What most parameters are, and what equality alone tells apart.
+_THEMSELVES = (str, int, bool, type(None), jax.core.ShapedArray)
 
 
 def _captured(f: types.FunctionType) -> Hashable:
