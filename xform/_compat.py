@@ -48,6 +48,10 @@ from jax._src.linear_util import EqualStore as EqualStore
 from jax._src.linear_util import Store as Store
 from jax._src.linear_util import WrappedFun as WrappedFun
 
+# 0.11, 0.12: names of mesh axes, and what of types is checked, inside the body of a `shard_map`.
+from jax._src import config
+from jax._src.core import extend_axis_env_nd
+
 # 0.11, 0.12: `jax.extend.linear_util` has it under a private name only.
 from jax._src.linear_util import wrap_init as wrap_init
 
@@ -60,6 +64,7 @@ from jax._src.util import Unhashable as Unhashable
 # 0.11, 0.12: a cache that holds its first argument weakly and knows JAX's tracing context.
 from jax._src.util import weakref_lru_cache as weakref_lru_cache
 from jax.core import AbstractValue
+from jax.sharding import AxisType, use_abstract_mesh
 
 # The program of a ragged product off a TPU: one of all groups, masked.
 dense_ragged_dot = lax._ragged_dot_general_impl
@@ -73,6 +78,21 @@ def varying_axes(x) -> frozenset[str]:
     aval = x if isinstance(x, AbstractValue | jax.ShapeDtypeStruct) else jax.typeof(x)
     axes = getattr(aval, "manual_axis_type", None)  # a token has none
     return axes.varying if axes is not None else frozenset()
+
+
+@contextmanager
+def inside_shard_map(eqn: JaxprEqn) -> Iterator[None]:
+    """Where the body of a `shard_map` is traced: its axes have names, its mesh is manual."""
+    mesh, axes = eqn.params["mesh"], eqn.params["newly_manual_axes"]
+    manual = mesh.abstract_mesh.update_axis_types(dict.fromkeys(axes, AxisType.Manual))
+    named = axes | set(mesh.manual_axes)
+    sizes = [(name, size) for name, size in mesh.shape.items() if name in named]
+    with (
+        extend_axis_env_nd(sizes),
+        use_abstract_mesh(manual),
+        config._check_vma(eqn.params["check_vma"]),
+    ):
+        yield
 
 
 def scan_operands(eqn: JaxprEqn) -> tuple[int, int]:

@@ -330,6 +330,29 @@ def test_layers_that_slice_stacked_parameters_are_repeats():
     assert kept == [v.type for v in of_lists.saved]
 
 
+def test_layers_with_numbers_of_their_own_are_repeats():
+    """Scales, and keys that a number is folded into, make no layer another program."""
+
+    def f(ps, x, key):
+        for i, p in enumerate(ps):
+            noise = jax.random.normal(jax.random.fold_in(key, i), x.shape)
+            x = mlp(x, p) * (1 + i / 8) + noise
+        return (x**2).mean()
+
+    ps = [dict(up=jnp.ones((8, 16)) / 8, down=jnp.ones((16, 8)) / 16)] * 6
+    args = ps, jnp.cos(jnp.arange(32.0).reshape(4, 8)), jax.random.key(0)
+    jaxpr, _ = flatten(jax.make_jaxpr(f)(*args))
+    found = layers(jaxpr, (True,) * len(jaxpr.invars))
+    assert len(found) >= 6
+    assert len({layer.program for layer in found}) <= 4
+    assert len({layer.own for layer in found}) == len(found)
+    expected = jax.grad(f, (0, 1))(*args)
+    for budget in ("all", 0.0):
+        again = jax.jit(jax.grad(remat(f, budget=budget), (0, 1)))(*args)
+        for a, b in zip(jax.tree.leaves(again), jax.tree.leaves(expected), strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+
+
 def test_budgets_by_name():
     def f(w, x):
         with jax.named_scope("first"):

@@ -19,7 +19,15 @@ from typing import NamedTuple
 import jax
 from jax import lax
 
-from xform._compat import Jaxpr, JaxprEqn, Literal, Var, new_jaxpr_eqn, weakref_lru_cache
+from xform._compat import (
+    Jaxpr,
+    JaxprEqn,
+    Literal,
+    Var,
+    inside_shard_map,
+    new_jaxpr_eqn,
+    weakref_lru_cache,
+)
 from xform._remat._cut import Settings
 from xform._remat._jaxprs import Atom, build, flatten, identity, retrace, substitute
 from xform._remat._kinds import kind_of, nbytes
@@ -191,9 +199,10 @@ class Divide:
         flat, consts = flatten(eqn.params["jaxpr"])
         assert not consts
         free = [v in known for v in eqn.invars]
-        flat, is_row = self.whole(flat, free)
-        settings = None if is_row else replace(self.settings(free), loops=False)
-        body = enclosed(flat, Inner(self.choice.price, settings, free=tuple(free)))
+        with inside_shard_map(eqn):
+            flat, is_row = self.whole(flat, free)
+            settings = None if is_row else replace(self.settings(free), loops=False)
+            body = enclosed(flat, Inner(self.choice.price, settings, free=tuple(free)))
         yield eqn.replace(params={**eqn.params, "jaxpr": body})
 
 
