@@ -8,9 +8,9 @@
 Each policy's row is followed by `remat` with the bytes that XLA assigned to the policy as its
 budget. Steps of all rows take turns in one process, forwards and backwards, and the median counts.
 
-With `--budgets` nothing runs: so many budgets, from a little more than "all" needs to the least, each
-beside what `remat.report` says and what XLA's buffer assignment takes, compiled for the device, which
-need not be there. It fails where one takes over 5 % more, or more than a larger budget.
+With `--budgets` nothing runs: so many budgets, from a little more than "all" needs to the least,
+each beside what `remat.report` says and what XLA's buffer assignment takes, compiled for the
+device, which need not be there. It fails where one takes over 5 % more, or more than a larger one.
 """
 
 import argparse
@@ -67,7 +67,7 @@ def temporaries(f, device, *args) -> int:
         done = jax.jit(step).lower(*args).compile()
     else:
         done = compile_for(device, step, *args)
-    return done.memory_analysis().temp_size_in_bytes
+    return done.memory_analysis().temp_size_in_bytes  # pyright: ignore[reportOptionalMemberAccess]
 
 
 def print_budgets(config: llama.Config, shape, count: int, device: str, *, unrolled: bool) -> bool:
@@ -89,7 +89,9 @@ def print_budgets(config: llama.Config, shape, count: int, device: str, *, unrol
         told = report(budget)
         plan = told.saved, told.recomputed
         if plan not in known:
-            known[plan] = temporaries(remat(loss, budget=budget, device=device), device, params, rows)
+            known[plan] = temporaries(
+                remat(loss, budget=budget, device=device), device, params, rows
+            )
         need = known[plan]
         wrong = need > 1.05 * budget or (before is not None and need > before)
         wrong |= not {v.kind for v in told.recomputed}.isdisjoint(NEVER)

@@ -509,7 +509,7 @@ def _by_depth(region: Region) -> Region:
 def _is_free(busy: Sequence[tuple[int, int]], span: _Span) -> bool:
     """Whether memory that is in use at some times is not while a span lasts."""
     first, last = span.start, span.end
-    for start, end in busy:  # called for each home of each span: no generator
+    for start, end in busy:  # noqa: SIM110  # for each home of each span: no generator
         if start <= last and first <= end:
             return False
     return True

@@ -15,7 +15,8 @@ import numpy as np
 # 0.11, 0.12: whether it is in use is asked once a process, whatever the public option says later.
 # 0.11, 0.12: holds the client of the service that processes meet at, whose barrier has a limit.
 # 0.11, 0.12: has the only way to register platforms and not start them.
-from jax._src import compilation_cache, distributed, xla_bridge
+# 0.11, 0.12: whether a `shard_map` checks over which axes values vary has no public name.
+from jax._src import compilation_cache, config, distributed, xla_bridge
 
 # 0.11, 0.12: public in `jax.extend`, which takes a tenth of a second: it loads all of Pallas.
 from jax._src import source_info_util as source_info_util
@@ -25,6 +26,9 @@ from jax._src.core import JaxprEqn as JaxprEqn
 from jax._src.core import Literal as Literal
 from jax._src.core import Primitive as Primitive
 from jax._src.core import Var as Var
+
+# 0.11, 0.12: gives mesh axes the names that collectives in a `shard_map` know them by.
+from jax._src.core import extend_axis_env_nd
 from jax._src.core import jaxpr_as_fun as jaxpr_as_fun
 from jax._src.core import new_jaxpr_eqn as new_jaxpr_eqn
 
@@ -47,10 +51,6 @@ from jax._src.lax import lax
 from jax._src.linear_util import EqualStore as EqualStore
 from jax._src.linear_util import Store as Store
 from jax._src.linear_util import WrappedFun as WrappedFun
-
-# 0.11, 0.12: names of mesh axes, and what of types is checked, inside the body of a `shard_map`.
-from jax._src import config
-from jax._src.core import extend_axis_env_nd
 
 # 0.11, 0.12: `jax.extend.linear_util` has it under a private name only.
 from jax._src.linear_util import wrap_init as wrap_init

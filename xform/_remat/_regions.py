@@ -81,7 +81,7 @@ class Divide:
             return jaxpr
         eqns = []
         for eqn in jaxpr.eqns:
-            if (rule := _BODIES.get(eqn.primitive.name)) and not _has_references(eqn):
+            if (rule := _BODIES.get(eqn.primitive.name)) and not any(map(is_reference, eqn.invars)):
                 eqns += rule(self, eqn, known, levels)
             else:
                 eqns.append(eqn)
@@ -198,7 +198,7 @@ class Divide:
         del levels
         flat, consts = flatten(eqn.params["jaxpr"])
         assert not consts
-        free = [v in known for v in eqn.invars]
+        free = [isinstance(v, Literal) or v in known for v in eqn.invars]
         with inside_shard_map(eqn):
             flat, is_row = self.whole(flat, free)
             settings = None if is_row else replace(self.settings(free), loops=False)
@@ -209,9 +209,9 @@ class Divide:
 _BODIES = {"scan": Divide._scan, "cond": Divide._cond, "shard_map": Divide._shard_map}
 
 
-def _has_references(eqn: JaxprEqn) -> bool:
-    """Whether an equation reads or writes mutable arrays, which can't be read again."""
-    return any(hasattr(v.aval, "inner_aval") for v in eqn.invars)
+def is_reference(v: Atom) -> bool:
+    """Whether a value is a mutable array, which can't be read again."""
+    return hasattr(v.aval, "inner_aval")
 
 
 def scanned(eqn: JaxprEqn) -> tuple[int, int]:
