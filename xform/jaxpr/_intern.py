@@ -15,6 +15,7 @@ from jax.core import Trace, Tracer
 from xform._compat import DebugInfo, EqualStore, Jaxpr, Literal, Store, Unhashable, WrappedFun
 
 _canonical: weakref.WeakValueDictionary[Hashable, Jaxpr] = weakref.WeakValueDictionary()
+_fingerprints: weakref.WeakKeyDictionary[Jaxpr, Hashable] = weakref.WeakKeyDictionary()
 # Of one that came again, as it came last.
 _latest: weakref.WeakKeyDictionary[Jaxpr, Jaxpr] = weakref.WeakKeyDictionary()
 
@@ -54,6 +55,13 @@ def latest(jaxpr: Jaxpr) -> Jaxpr:
 
 
 def _fingerprint(jaxpr: Jaxpr) -> Hashable:
+    """A program as nested tuples, found once: programs are parts of many others."""
+    if (found := _fingerprints.get(jaxpr)) is None:
+        found = _fingerprints[jaxpr] = _numbered(jaxpr)
+    return found
+
+
+def _numbered(jaxpr: Jaxpr) -> Hashable:
     """A program as nested tuples, its variables numbered in the order in which they appear."""
     if jaxpr.consts:
         found = ", ".join(jax.typeof(x).str_short() for x in jaxpr.consts)
