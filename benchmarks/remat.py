@@ -3,13 +3,20 @@
     python benchmarks/remat.py [--layers 16 --width 256 --batch 8 --length 256]
     python benchmarks/remat.py --width 2048 --batch 1 --length 4096 --precision bf16 \
         --policies dots_with_no_batch_dims
+    python benchmarks/remat.py --budgets 10 --width 128 --batch 4 [--unrolled] [--device H200]
 
 Each policy's row is followed by `remat` with the bytes that XLA assigned to the policy as its
 budget. Steps of all rows take turns in one process, forwards and backwards, and the median counts.
+
+With `--budgets` nothing runs: so many budgets, from a little more than "all" needs to the least,
+each beside what `remat.report` says and what XLA's buffer assignment takes, compiled for the
+device, which need not be there. It fails where one takes over 5 % more, or more than a larger one.
 """
 
 import argparse
+import functools
 import statistics
+import sys
 import time
 
 import jax
@@ -17,8 +24,11 @@ import numpy as np
 
 import llama
 from xform import BudgetError, cost, precision, remat
+from xform._hlo import compile_for
 from xform.train import Rows
 
+# What no budget repeats unless it is asked to.
+NEVER = ("reductions", "random", "collectives")
 POLICIES = ("dots", "dots_with_no_batch_dims", "nothing")
 
 
@@ -45,6 +55,52 @@ def losses(config: llama.Config, policies, cast):
     return {name or "jax.grad": with_policy(name) for name in (None, *policies)}
 
 
+def one_program(step, x, layers):
+    """Applies the layers, each in equations of its own."""
+    return functools.reduce(step, layers, x)
+
+
+def temporaries(f, device, *args) -> int:
+    """The bytes that XLA assigns to a step beside arguments and results."""
+    step = jax.value_and_grad(f)
+    if device == "cpu":
+        done = jax.jit(step).lower(*args).compile()
+    else:
+        done = compile_for(device, step, *args)
+    return done.memory_analysis().temp_size_in_bytes  # pyright: ignore[reportOptionalMemberAccess]
+
+
+def print_budgets(config: llama.Config, shape, count: int, device: str, *, unrolled: bool) -> bool:
+    """Prints what so many budgets need; returns whether all hold, and none more than a larger."""
+    params = jax.eval_shape(functools.partial(llama.init, config), jax.random.key(0))
+    rows = jax.eval_shape(lambda: Rows(*[np.zeros(shape, np.int32)] * 3))
+    if unrolled:
+        one = jax.tree.map(lambda w: jax.ShapeDtypeStruct(w.shape[1:], w.dtype), params["layers"])
+        params = {**params, "layers": [one] * config.layers}
+    scan = one_program if unrolled else llama.one_by_one
+    loss = lambda params, rows: llama.loss(params, rows, config, scan=scan)[0]
+    report = lambda b: remat.report(loss, budget=b, device=device, argnums=0)(params, rows)
+    most, least = report("all").peak, report(0.0).peak
+    form = "unrolled" if unrolled else "scanned"
+    print(f"{device}, layers {form}, {config}, batch {shape}; jax {jax.__version__}; in MB")
+    print(f"{'budget':>10}{'said':>10}{'XLA':>10}{'of budget':>12}")
+    known, before, holds = {}, None, True
+    for budget in map(int, np.linspace(1.05 * most, least, count)):
+        told = report(budget)
+        plan = told.saved, told.recomputed
+        if plan not in known:
+            known[plan] = temporaries(
+                remat(loss, budget=budget, device=device), device, params, rows
+            )
+        need = known[plan]
+        wrong = need > 1.05 * budget or (before is not None and need > before)
+        wrong |= not {v.kind for v in told.recomputed}.isdisjoint(NEVER)
+        sizes = "".join(f"{n / 2**20:10.1f}" for n in (budget, told.peak, need))
+        print(f"{sizes}{need / budget:12.3f}{'  WRONG' if wrong else ''}", flush=True)
+        before, holds = need, holds and not wrong
+    return holds
+
+
 def main():
     parser = argparse.ArgumentParser()
     sizes = dict(layers=16, width=256, batch=8, length=256, steps=7)
@@ -52,10 +108,16 @@ def main():
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--precision", help="a policy of `xform.precision`; float32 without it")
     parser.add_argument("--policies", nargs="+", choices=POLICIES, help="these rows alone")
+    parser.add_argument("--budgets", type=int, help="so many budgets, compiled and not run")
+    parser.add_argument("--device", default="cpu", help="what budgets are compiled for: cpu, H200")
+    parser.add_argument("--unrolled", action="store_true", help="budgets of layers in a row")
     args = parser.parse_args()
     size = 32 if args.width < 1024 else 128
     heads = dict(heads=args.width // size, kv_heads=args.width // size // 2, head_size=size)
     config = llama.Config(layers=args.layers, width=args.width, hidden=5 * args.width // 2, **heads)
+    if args.budgets:
+        shape, how = (args.batch, args.length), dict(unrolled=args.unrolled)
+        sys.exit(not print_budgets(config, shape, args.budgets, args.device, **how))
     cast = (lambda f: precision(f, args.precision)) if args.precision else lambda f: f
     params = llama.init(config, jax.random.key(0))
     rng = np.random.default_rng(0)

@@ -256,7 +256,7 @@ class _Mask:
             return None
         program = jaxpr_as_fun(self.spec.mask)
 
-        i, j = (jnp.asarray(x, jnp.int32) for x in np.nonzero(mixed))
+        i, j = (x.astype(np.int32) for x in np.nonzero(mixed))
 
         def counts(b, h, *context):
             point = lambda q, k: program(b, h, q, k, *context)[0]

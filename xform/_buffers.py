@@ -19,6 +19,7 @@ import copy
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from xform._attention_cost import attention_program
 from xform._compat import Jaxpr, weakref_lru_cache
@@ -70,8 +71,7 @@ _IN_PLACE = _names(
 # Loops over tiles, which add up their results from zeros on.
 _ATTENTION = ("flex_attention", "tile_sum")
 _SPREAD = ("broadcast_in_dim", "iota")
-# What may need memory of its own while it runs, beside nodes with regions.
-_PASSING = (*_ATTENTION, "dot_general", "conv_general_dilated")
+_PRODUCTS = ("dot_general", "conv_general_dilated")
 # What reads other places than it writes.
 _MOVES = _names(
     "transpose copy rev gather concatenate pad slice dynamic_slice split broadcast_in_dim"
@@ -87,7 +87,7 @@ class Peak:
     node: Node | None = None
 
 
-@dataclass
+@dataclass(slots=True)
 class _Span:
     """The life of one piece of memory, from the first to the last node that needs it.
 
@@ -198,7 +198,7 @@ class Plan:
         """The kernels that compute a value with these readers inside; two stand for more."""
         into: set = set()
         for reader in readers:
-            fused = reader.outs and not any(v in kept for v in reader.outs)
+            fused = reader.outs and kept.isdisjoint(reader.outs)
             again = reader.outs and reader.outs[0] in self.again
             into |= ends.get(reader.outs[0], set()) if fused or again else set()
             into |= set() if fused else {reader}
@@ -209,12 +209,15 @@ class Plan:
     def _leaves(self) -> dict[Value, frozenset]:
         """The buffers that each value is computed from: itself, if it is one."""
         leaves: dict[Value, frozenset] = {}
+        nothing: frozenset = frozenset()
         for v in self.region.inputs:
             leaves[v] = frozenset() if v in self.stacked and v not in self.kept else frozenset((v,))
         for node in self.region.nodes:
-            below: frozenset = frozenset()
-            for v in node.ins:
-                below |= self.again.get(self.root(v), leaves.get(v, frozenset()))
+            if self.again:
+                below = (self.again.get(self.root(v), leaves.get(v, nothing)) for v in node.ins)
+            else:
+                below = (leaves.get(v, nothing) for v in node.ins)
+            below = nothing.union(*below)
             for v in node.outs:
                 if v in self.kept:
                     leaves[v] = frozenset((v,))
@@ -246,10 +249,9 @@ class Plan:
 
     def _runs(self, node: Node) -> bool:
         """Whether a node is a kernel, and not a part of those that read it."""
-        return (
-            bool(node.regions) or not node.outs or not _fusible(node)
-            or any(v in self.kept or v in self.stacked for v in node.outs)
-        )  # fmt: skip
+        if node.regions or not node.outs or not _fusible(node):
+            return True
+        return not (self.kept.isdisjoint(node.outs) and self.stacked.isdisjoint(node.outs))
 
     def _early(self) -> Region:
         """The same nodes, each as early as it can run, as far as its kernels are known."""
@@ -287,15 +289,19 @@ class Plan:
                     ready.append(user)
         return Region(self.given.inputs, [*inside, *order], self.given.outputs)
 
+    @cached_property
+    def kernel_reads(self) -> dict[Node, frozenset]:
+        """The buffers that each kernel reads, in any order of the nodes."""
+        nothing: frozenset = frozenset()
+        runs = filter(self._runs, self.given.nodes)
+        return {node: nothing.union(*(self.reads(node, v) for v in node.ins)) for node in runs}
+
     def last_reads(self) -> dict[Value, int]:
         """The position of the last kernel that reads each buffer."""
         last: dict[Value, int] = {}
-        n = len(self.region.nodes)
+        n, nothing = len(self.region.nodes), frozenset()
         for i, node in enumerate(self.region.nodes):
-            if self._runs(node):
-                for v in node.ins:
-                    for leaf in self.reads(node, v):
-                        last[leaf] = i
+            last.update(dict.fromkeys(self.kernel_reads.get(node, nothing), i))
         for v in self.region.outputs:
             if v in self.stacked:
                 continue
@@ -432,14 +438,13 @@ class Plan:
                 )
                 if not span.values:
                     continue
-            large = homes[bisect.bisect_left(sizes, span.bytes) :]
-            # Each is in use from when its result is made; most spans end later.
-            free = (b for _, b in large if b[0][0] > span.end and _is_free(b, span))
-            busy = next(free, None)
-            if busy is None:
-                heap.append(span)
+            for _, busy in homes[bisect.bisect_left(sizes, span.bytes) :]:
+                # Each is in use from when its result is made; most spans end later.
+                if busy[0][0] > span.end and _is_free(busy, span):
+                    busy.append((span.start, span.end))
+                    break
             else:
-                busy.append((span.start, span.end))
+                heap.append(span)
         return heap
 
     def _all_passing(self) -> dict[int, Peak]:
@@ -447,27 +452,41 @@ class Plan:
         may = (
             (i, node)
             for i, node in enumerate(self.region.nodes)
-            if node.regions or node.name in _PASSING
+            if node.regions or node in self.tiled or node in self.copied
         )
         return {i: self._passing(node) for i, node in may}
 
     def _passing(self, node: Node) -> Peak:
         """What exists only while a node runs."""
-        inside, copied = self._inside(node), [node.ins[i] for i in reordered(node)]
-        copied = [v for v in copied if not isinstance(v.node, Made)]  # made as they are wanted
-        if self.cpu:  # there a copy is a node of its own
-            return inside
-        if node.name == "conv_general_dilated":
-            copied = [v for v in copied if v is node.ins[1]]  # images are read as they lie
+        inside, copied = self._inside(node), self.copied.get(node, ())
         inside.live = [*inside.live, *copied]
         inside.bytes += sum(map(self.bytes, copied))
         return inside
 
+    @cached_property
+    def tiled(self) -> dict[Node, Jaxpr]:
+        """The programs of attentions."""
+        nodes = (node for node in self.given.nodes if node.name in _ATTENTION)
+        return {node: attention_program(node) for node in nodes}
+
+    @cached_property
+    def copied(self) -> dict[Node, list[Value]]:
+        """The operands that products need in another order of dimensions, of those that do."""
+        if self.cpu:  # there a copy is a node of its own
+            return {}
+        products = (node for node in self.given.nodes if node.name in _PRODUCTS)
+        found = {node: [node.ins[i] for i in reordered(node)] for node in products}
+        for node, operands in found.items():
+            operands[:] = [v for v in operands if not isinstance(v.node, Made)]  # made when wanted
+            if node.name == "conv_general_dilated":  # images are read as they lie
+                operands[:] = [v for v in operands if v is node.ins[1]]
+        return {node: operands for node, operands in found.items() if operands}
+
     def _inside(self, node: Node) -> Peak:
         """The peak of what a node runs, beyond its operands and results."""
         best = Peak()
-        if node.name in _ATTENTION:
-            most = _peak_of(attention_program(node), self.cpu, self.eager)
+        if node in self.tiled:
+            most = _peak_of(self.tiled[node], self.cpu, self.eager)
             return Peak(max(0, most - sum(map(self.bytes, node.outs))))
         for region in node.regions.values():
             if node.name == "pallas_call":
@@ -484,7 +503,7 @@ def _by_depth(region: Region) -> Region:
     level: dict[Value, int] = {}
     depth = []
     for node in region.nodes:
-        at = 1 + max((level.get(v, 0) for v in node.ins), default=0)
+        at = 1 + max([level.get(v, 0) for v in node.ins], default=0)
         level.update(dict.fromkeys(node.outs, at))
         depth.append(at)
     order = sorted(range(len(depth)), key=depth.__getitem__)
@@ -494,7 +513,10 @@ def _by_depth(region: Region) -> Region:
 def _is_free(busy: Sequence[tuple[int, int]], span: _Span) -> bool:
     """Whether memory that is in use at some times is not while a span lasts."""
     first, last = span.start, span.end
-    return not any(start <= last and first <= end for start, end in busy)
+    for start, end in busy:  # noqa: SIM110  # for each home of each span: no generator
+        if start <= last and first <= end:
+            return False
+    return True
 
 
 @weakref_lru_cache
@@ -524,6 +546,9 @@ def _overwritten(node: Node, result: int) -> Sequence[Value]:
 
 
 _FUSIBLE = CHEAP | EXPENSIVE | ALIASES
+_FUSES = (_FUSIBLE | REDUCTIONS | {MASKED, ROWS}) - {_BARRIER}
+# What reads its first operand at places that another tells.
+_AT_INDICES = _IN_PLACE | {"gather", "dynamic_slice"}
 
 
 def _fusible(node: Node) -> bool:
@@ -532,10 +557,9 @@ def _fusible(node: Node) -> bool:
 
 def _fuses_operands(node: Node, v: Value) -> bool:
     """Whether a node computes its operand `v` itself, if it can."""
-    if node.name in ("gather", "dynamic_slice", *_IN_PLACE):
+    if node.name in _AT_INDICES:
         return v is not node.ins[0]
-    inside = _fusible(node) or node.name in REDUCTIONS or node.name in (MASKED, ROWS)
-    return inside and node.name != _BARRIER
+    return node.name in _FUSES
 
 
 def _reads_flat(node: Node, v: Value) -> bool:

@@ -15,7 +15,8 @@ import numpy as np
 # 0.11, 0.12: whether it is in use is asked once a process, whatever the public option says later.
 # 0.11, 0.12: holds the client of the service that processes meet at: barriers with a limit, texts.
 # 0.11, 0.12: has the only way to register platforms and not start them.
-from jax._src import compilation_cache, distributed, xla_bridge
+# 0.11, 0.12: whether a `shard_map` checks over which axes values vary has no public name.
+from jax._src import compilation_cache, config, distributed, xla_bridge
 
 # 0.11, 0.12: public in `jax.extend`, which takes a tenth of a second: it loads all of Pallas.
 from jax._src import source_info_util as source_info_util
@@ -25,6 +26,9 @@ from jax._src.core import JaxprEqn as JaxprEqn
 from jax._src.core import Literal as Literal
 from jax._src.core import Primitive as Primitive
 from jax._src.core import Var as Var
+
+# 0.11, 0.12: gives mesh axes the names that collectives in a `shard_map` know them by.
+from jax._src.core import extend_axis_env_nd
 from jax._src.core import jaxpr_as_fun as jaxpr_as_fun
 from jax._src.core import new_jaxpr_eqn as new_jaxpr_eqn
 
@@ -60,6 +64,7 @@ from jax._src.util import Unhashable as Unhashable
 # 0.11, 0.12: a cache that holds its first argument weakly and knows JAX's tracing context.
 from jax._src.util import weakref_lru_cache as weakref_lru_cache
 from jax.core import AbstractValue
+from jax.sharding import AxisType, use_abstract_mesh
 
 # The program of a ragged product off a TPU: one of all groups, masked.
 dense_ragged_dot = lax._ragged_dot_general_impl
@@ -73,6 +78,21 @@ def varying_axes(x) -> frozenset[str]:
     aval = x if isinstance(x, AbstractValue | jax.ShapeDtypeStruct) else jax.typeof(x)
     axes = getattr(aval, "manual_axis_type", None)  # a token has none
     return axes.varying if axes is not None else frozenset()
+
+
+@contextmanager
+def inside_shard_map(eqn: JaxprEqn) -> Iterator[None]:
+    """Where the body of a `shard_map` is traced: its axes have names, its mesh is manual."""
+    mesh, axes = eqn.params["mesh"], eqn.params["newly_manual_axes"]
+    manual = mesh.abstract_mesh.update_axis_types(dict.fromkeys(axes, AxisType.Manual))
+    named = axes | set(mesh.manual_axes)
+    sizes = [(name, size) for name, size in mesh.shape.items() if name in named]
+    with (
+        extend_axis_env_nd(sizes),
+        use_abstract_mesh(manual),
+        config._check_vma(eqn.params["check_vma"]),
+    ):
+        yield
 
 
 def scan_operands(eqn: JaxprEqn) -> tuple[int, int]:

@@ -9,6 +9,7 @@ of what the forward pass leaves for the backward, a zero in each of a million pl
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
@@ -132,10 +133,15 @@ def reordered(node: Node) -> dict[int, tuple[int, ...]]:
         return _reordered_for_convolution(node)
     if node.name != "dot_general":
         return {}
-    contract, batch = node.eqn.params["dimension_numbers"]
+    shapes = (aval(atom).shape for atom in node.eqn.invars[:2])
+    return _reordered_for_product(node.eqn.params["dimension_numbers"], *shapes)
+
+
+@functools.lru_cache(4096)
+def _reordered_for_product(numbers: tuple, *shapes: tuple) -> dict[int, tuple[int, ...]]:
+    contract, batch = numbers
     found = {}
-    for i, atom in enumerate(node.eqn.invars[:2]):
-        shape = aval(atom).shape
+    for i, shape in enumerate(shapes):
         free = [d for d in range(len(shape)) if d not in contract[i] and d not in batch[i]]
         orders = [(*batch[i], *free, *contract[i]), (*batch[i], *contract[i], *free)]
         wide = [sum(shape[d] > 1 for d in dims) for dims in (free, contract[i])]

@@ -16,7 +16,7 @@ from jax.ad_checkpoint import checkpoint_name
 from xform import BudgetError, fuse, remat
 from xform._hlo import compile_for
 from xform._memory import temporaries_of
-from xform._remat._cut import Settings, frontier
+from xform._remat._cut import Graph, Settings, frontier
 from xform._remat._jaxprs import flatten
 from xform._remat._joint import linearize
 from xform._remat._regions import layers
@@ -263,7 +263,7 @@ def test_two_of_three_products_where_no_price_takes_them():
     args = f32(64, 160), f32(80, 96), f32(80, 96), f32(512, 64), f32(512, 80)
     jaxpr, _ = flatten(jax.make_jaxpr(f)(*args))
     settings = Settings(frozenset(("products",)), (True,) * 5)
-    cuts = frontier(linearize(jaxpr, (True,) * 5), settings)
+    cuts = frontier(Graph(linearize(jaxpr, (True,) * 5), settings))
     width = lambda cut: sum(v.aval.shape[1] for v in cut.saved if v.aval.shape[0] == 512) - 144
     assert [width(cut) for cut in cuts] == [352, 256, 192, 160, 96, 0]
     assert [cut.bytes for cut in cuts] == [4 * 512 * width(cut) for cut in cuts]
@@ -328,6 +328,29 @@ def test_layers_that_slice_stacked_parameters_are_repeats():
     of_lists = remat.report(unrolled, budget="none")([mlp_params()] * 6, f32(128, 64))
     kept = [v.type for v in remat.report(f, budget="none")(*args).saved]
     assert kept == [v.type for v in of_lists.saved]
+
+
+def test_layers_with_numbers_of_their_own_are_repeats():
+    """Scales, and keys that a number is folded into, make no layer another program."""
+
+    def f(ps, x, key):
+        for i, p in enumerate(ps):
+            noise = jax.random.normal(jax.random.fold_in(key, i), x.shape)
+            x = mlp(x, p) * (1 + i / 8) + noise
+        return (x**2).mean()
+
+    ps = [dict(up=jnp.ones((8, 16)) / 8, down=jnp.ones((16, 8)) / 16)] * 6
+    args = ps, jnp.cos(jnp.arange(32.0).reshape(4, 8)), jax.random.key(0)
+    jaxpr, _ = flatten(jax.make_jaxpr(f)(*args))
+    found = layers(jaxpr, (True,) * len(jaxpr.invars))
+    assert len(found) >= 6
+    assert len({layer.program for layer in found}) <= 4
+    assert len({layer.own for layer in found}) == len(found)
+    expected = jax.grad(f, (0, 1))(*args)
+    for budget in ("all", 0.0):
+        again = jax.jit(jax.grad(remat(f, budget=budget), (0, 1)))(*args)
+        for a, b in zip(jax.tree.leaves(again), jax.tree.leaves(expected), strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
 
 
 def test_budgets_by_name():

@@ -1,9 +1,10 @@
 """`remat` on the example model with 16 layers, beside JAX's checkpoint policies."""
 
 import itertools
+import math
 import subprocess
 import sys
-from functools import partial
+from functools import partial, reduce
 from pathlib import Path
 
 import jax
@@ -15,6 +16,8 @@ import between
 import llama
 from xform import causal, cost, documents, linear_cross_entropy, remat
 from xform._hlo import compile_for
+from xform._remat._kinds import kind_of
+from xform.jaxpr import walk
 from xform.train import Rows
 from xform.train.data import NO_LABEL
 
@@ -50,8 +53,8 @@ def checkpointed(params, rows, policy):
     return jnp.sum(each)
 
 
-def temporaries(f, device="cpu") -> int:
-    step, args = jax.value_and_grad(f), arguments()
+def temporaries(f, device="cpu", args=None) -> int:
+    step, args = jax.value_and_grad(f), args or arguments()
     done = (
         jax.jit(step).lower(*args).compile()
         if device == "cpu"
@@ -76,18 +79,53 @@ def test_with_the_bytes_of_saved_products_it_repeats_less():
     assert not {"reductions", "random", "collectives"} & {v.kind for v in again}
 
 
-def ten_budgets():
-    most, least = (remat.report(loss, budget=b)(*arguments()).peak for b in ("all", 0.0))
-    return [int(b) for b in np.linspace(1.05 * most, least, 10)]
+def unrolled():
+    """The model with its layers one after another, and arguments of that form."""
+    params, rows = arguments()
+    one = jax.tree.map(lambda w: jax.ShapeDtypeStruct(w.shape[1:], w.dtype), params["layers"])
+    each = lambda step, x, layers: reduce(step, layers, x)
+    f = lambda params, rows: llama.loss(params, rows, CONFIG, scan=each)[0]
+    return f, ({**params, "layers": [one] * CONFIG.layers}, rows)
+
+
+def runs(f, args, kind) -> int:
+    """How often equations of a kind run in a step, kernels looked at from outside."""
+    sites = walk(jax.make_jaxpr(jax.value_and_grad(f))(*args))
+    times = lambda site: math.prod(e.params.get("length", 1) for e, _ in site.parents)
+    return sum(times(site) for site in sites if kind_of(site.eqn) == kind)
+
+
+FORMS = {"scanned": lambda: (loss, arguments()), "unrolled": unrolled}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("device", ["cpu", "H200"])
-def test_ten_budgets_hold_and_a_smaller_one_needs_less(device):
+@pytest.mark.parametrize("form", FORMS)
+def test_no_budget_repeats_reductions_random_bits_or_collectives(form):
+    """By the report, and counted in the step that is made; products do run again."""
+    f, args = FORMS[form]()
+    for budget in ("none", 0.0):
+        again = {v.kind for v in remat.report(f, budget=budget)(*args).recomputed}
+        assert "products" in again
+        assert again.isdisjoint(("reductions", "random", "collectives"))
+        count = lambda budget, kind: runs(remat(f, budget=budget), args, kind)
+        assert count(budget, "reductions") == count("all", "reductions") > 16
+        assert count(budget, "random") == count("all", "random")
+        assert count(budget, "products") > count("all", "products")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("form", "device"), [("scanned", "cpu"), ("scanned", "H200"), ("unrolled", "cpu")]
+)
+def test_ten_budgets_hold_and_a_smaller_one_needs_less(form, device):
+    """Unrolled and for an H200, which takes half an hour: `benchmarks/remat.py --budgets 10`."""
     if device != "cpu":
         pytest.importorskip("jax_plugins.xla_cuda13", reason="no compiler for an H200")
-    budgets = ten_budgets()
-    needed = [temporaries(remat(loss, budget=b), device) for b in budgets]
+    f, args = FORMS[form]()
+    report = lambda b: remat.report(f, budget=b, device=device, argnums=0)(*args)
+    most, least = (report(b).peak for b in ("all", 0.0))
+    budgets = [int(b) for b in np.linspace(1.05 * most, least, 10)]
+    needed = [temporaries(remat(f, budget=b, device=device), device, args) for b in budgets]
     assert all(need <= 1.05 * b for need, b in zip(needed, budgets, strict=True)), needed
     assert all(a >= b for a, b in itertools.pairwise(needed)), needed
     assert len(set(needed)) >= 6

@@ -217,6 +217,49 @@ def test_row_of_layers_in_a_mesh():
     same(gradient(remat(run, budget="none")), gradient(run))
 
 
+@pytest.mark.parametrize(
+    "kind", [AxisType.Auto, pytest.param(AxisType.Explicit, marks=pytest.mark.slow)]
+)
+def test_long_loop_in_a_mesh(kind):
+    """As a loop over runs of itself, each of which must know the mesh; one operand is a number."""
+    mesh = jax.make_mesh((2,), ("d",), (kind,))
+
+    def body(ws, scale, x):
+        def step(x, w):
+            with jax.named_scope("layer"):
+                return jnp.sin(x @ w) * (scale + jax.lax.psum(x.mean(), "d")), None
+
+        return jax.lax.scan(step, x, ws)[0]
+
+    specs = dict(in_specs=(P(), P(), P("d")), out_specs=P("d"))
+    with jax.set_mesh(mesh):
+        ws, x = jax.device_put((normal(1, 36, 8, 8), normal(0, 512, 8)), (P(), P("d")))
+        around = lambda g: g(total(lambda ws, x: jax.shard_map(body, **specs)(ws, 1.5, x)))
+        inside = lambda g: total(lambda ws, x: jax.shard_map(g(body), **specs)(ws, 1.5, x))
+        run = lambda f: jax.jit(jax.grad(f, (0, 1))).lower(ws, x)
+        run(around(partial(remat, budget={"layer": "none"})))
+        run(inside(partial(remat, budget=0.0)))
+        found = run(around(partial(remat, budget=0.0)))
+        same(found.compile()(ws, x), run(around(lambda f: f)).compile()(ws, x))
+
+
+def test_attention_in_a_mesh():
+    """What its tiles cost is counted on one device, whatever mesh is around."""
+    mesh = jax.make_mesh((2,), ("d",), (AxisType.Auto,))
+
+    def body(ws, x):
+        def step(x, w):
+            q = (x @ w).reshape(1, -1, 2, 8)
+            return flex_attention(q, q, q, mask_mod=causal()).reshape(x.shape), None
+
+        return jax.lax.scan(step, x, ws)[0]
+
+    f = jax.shard_map(body, mesh=mesh, in_specs=(P(), P("d")), out_specs=P("d"))
+    args = normal(1, 3, 16, 16), normal(0, 64, 16)
+    told = remat.report(f, budget="none")(*args)
+    assert "flex_attention" in {v.what for v in told.recomputed}
+
+
 def test_collectives_run_once():
     """A shard_map, or a loop in one, whose body has some is not repeated as a whole."""
     mesh = jax.make_mesh((4,), ("d",), (AxisType.Auto,))
@@ -334,6 +377,11 @@ def test_mutable_arrays_are_refused_with_their_line():
 
     with pytest.raises(ValueError, match=r"mutable arrays.*: .*test_remat.py:\d+ \(.*f\)"):
         remat(f)(1.0)
+    ref = jax.new_ref(jnp.ones(3))
+    with pytest.raises(ValueError, match=r"mutable arrays.*: \[0\]\['r'\]\. Call"):
+        remat(lambda tree: tree["r"][...])({"r": ref})
+    with pytest.raises(ValueError, match=r"mutable arrays.*: closed over: Ref"):
+        remat(lambda x: ref[...] * x)(2.0)
 
 
 def test_budgets_may_be_numbers_of_numpy():

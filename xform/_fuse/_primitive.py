@@ -27,7 +27,7 @@ from xform._compat import (
 )
 from xform._fuse._lower import register
 from xform._fuse._region import region_of
-from xform._remat._cut import Settings, frontier
+from xform._remat._cut import Graph, Settings, frontier
 from xform._remat._halves import Halves
 from xform._remat._jaxprs import build, flatten, live, retrace
 from xform._remat._joint import linearize
@@ -117,7 +117,7 @@ def _as_one(program: Jaxpr) -> Jaxpr:
 def _halves_of(jaxpr: Jaxpr, active: tuple[bool, ...]) -> _Halves:
     settings = Settings(_AGAIN, (True,) * len(active))
     joint = linearize(jaxpr, active)
-    return _Halves(Halves(joint, frontier(joint, settings)[-1], barrier=False))
+    return _Halves(Halves(joint, frontier(Graph(joint, settings))[-1], barrier=False))
 
 
 def _jvp(primals, tangents, *, call_jaxpr: Jaxpr):

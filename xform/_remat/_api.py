@@ -16,6 +16,7 @@ from xform._remat._jaxprs import flatten
 from xform._remat._kinds import KINDS
 from xform._remat._named import name_regions
 from xform._remat._primitive import region
+from xform._remat._regions import is_reference
 from xform._remat._report import Report, report_of
 from xform.jaxpr import intern, source_line, walk
 
@@ -67,7 +68,7 @@ class _Remat:
           BudgetError: while it is differentiated, if no plan fits the budget; with the least that
             one does, and the lines that need it.
           ValueError: an argument is not one of these, or nothing has such a name; or `f` makes
-            mutable arrays.
+            mutable arrays, or is given some.
 
         >>> import jax, jax.numpy as jnp
         >>> layers = lambda ws, x: jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, ws)[0]
@@ -79,7 +80,8 @@ class _Remat:
         @functools.wraps(f)
         def run(*args, **kwargs):
             traced = _traced(f, args, kwargs)
-            return traced.unflatten(region(plan.program(traced.jaxpr), plan.whole, traced.args))
+            program = plan.program(traced.jaxpr, traced.paths)
+            return traced.unflatten(region(program, plan.whole, traced.args))
 
         return run
 
@@ -117,7 +119,8 @@ class _Remat:
         def told(*args, **kwargs) -> Report:
             traced = _traced(f, args, kwargs)
             chosen = traced.chosen(argnums, len(args))
-            return report_of(plan.program(traced.jaxpr), plan.whole, traced.paths, chosen)
+            program = plan.program(traced.jaxpr, traced.paths)
+            return report_of(program, plan.whole, traced.paths, chosen)
 
         return told
 
@@ -149,13 +152,15 @@ class _Plan:
             name: Outer(_checked(b), self.settings, named=True) for name, b in named.items()
         }
 
-    def program(self, jaxpr: Jaxpr) -> Jaxpr:
-        """The program with its named regions, checked."""
+    def program(self, jaxpr: Jaxpr, paths: Sequence[str]) -> Jaxpr:
+        """The program with its named regions, checked; `paths` are the names of its inputs."""
         eqns = [site.eqn for site in walk(jaxpr)]
-        if refs := dict.fromkeys(source_line(e) for e in eqns if e.primitive.name in _REFS):
+        made = dict.fromkeys(source_line(e) for e in eqns if e.primitive.name in _REFS)
+        given = [p for p, v in zip(paths, jaxpr.invars, strict=True) if is_reference(v)]
+        if refs := [*made, *given]:
             raise ValueError(
-                "`remat` plans values, and these lines make mutable arrays, which can't be read a "
-                f"second time: {', '.join(refs)}. Call `remat` on parts without them."
+                "`remat` plans values that may be read a second time, which those of mutable "
+                f"arrays can't be: {', '.join(refs)}. Call `remat` on parts without them."
             )
         names = {eqn.params["name"] for eqn in eqns if eqn.primitive.name == "name"}
         if missing := sorted(self.settings.offload - names):

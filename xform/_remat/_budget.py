@@ -90,9 +90,9 @@ class Outer:
     device: str | None = None
 
     def plans(self, jaxpr: Jaxpr, active: tuple[bool, ...]) -> Search:
-        on_cpu = orders_breadth_first(self.device or jax.default_backend())
-        return search(jaxpr, active, self.settings, scratch(self.device), on_cpu)
+        return search(jaxpr, active, self.settings, scratch(self.device))
 
+    @_uncollected()
     def halves(self, jaxpr: Jaxpr, active: tuple[bool, ...]) -> Halves:
         plans = self.plans(jaxpr, active)
         if not isinstance(self.budget, str) and not plans.reversible:
@@ -113,14 +113,12 @@ class Candidate:
       divided: the program with its regions; equal ones of other plans are known by these.
       halves: the two programs.
       scratch: bytes that its products take besides.
-      on_cpu: whether it will run there.
     """
 
     choice: Choice
     divided: Jaxpr
     halves: Halves
     scratch: int = 0
-    on_cpu: bool = False
 
     def program(self) -> Jaxpr:
         """Results and gradients in one, as it runs; made anew, since it is large."""
@@ -142,7 +140,7 @@ class Candidate:
     @cached_property
     def memory(self) -> Memory:
         """What it needs where a compiler orders for memory, as accelerators' do."""
-        return memory_of(self.program(), device="accelerator", at_once=self.on_cpu)
+        return memory_of(self.program(), device="accelerator", at_once=True)
 
     @cached_property
     def saved_bytes(self) -> int:
@@ -158,7 +156,8 @@ class Candidate:
     @cached_property
     def peak(self) -> int:
         """Bytes beyond arguments and results, in the order that needs more."""
-        both = temporaries_of(self.program(), device="accelerator", at_once=self.on_cpu)
+        # A CPU starts sums as soon as it can, and a GPU clears those of all layers in one kernel.
+        both = temporaries_of(self.program(), device="accelerator", at_once=True)
         most = max(*both, self.at_least)
         unknown = int(_UNKNOWN * max(0, most - self.saved_bytes))
         return most + unknown + self.scratch
@@ -193,7 +192,6 @@ class Search:
     active: tuple[bool, ...]
     settings: Settings
     scratch: int = 0
-    on_cpu: bool = False
     _tried: dict[Choice, Candidate] = field(default_factory=dict)
 
     def candidate(self, choice: Choice) -> Candidate:
@@ -206,7 +204,7 @@ class Search:
             plan = Inner(choice.price, settings)
             halves = plan.halves(divided, self.active)
             scratch = self.scratch * self._multiplies
-            self._tried[choice] = Candidate(choice, divided, halves, scratch, self.on_cpu)
+            self._tried[choice] = Candidate(choice, divided, halves, scratch)
         return self._tried[choice]
 
     @cached_property
@@ -301,7 +299,6 @@ class Search:
                 best = candidate
         return best
 
-    @_uncollected()
     def saving(self, budget: Budget) -> Candidate:
         """The fastest plan that saves so much."""
         if isinstance(budget, str):
@@ -374,11 +371,9 @@ class Search:
 
 
 @weakref_lru_cache
-def search(
-    jaxpr: Jaxpr, active: tuple[bool, ...], settings: Settings, scratch: int, on_cpu: bool
-) -> Search:
+def search(jaxpr: Jaxpr, active: tuple[bool, ...], settings: Settings, scratch: int) -> Search:
     """The plans of a program, found once."""
-    return Search(jaxpr, active, settings, scratch, on_cpu)
+    return Search(jaxpr, active, settings, scratch)
 
 
 def scratch(device: str | None) -> int:

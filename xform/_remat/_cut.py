@@ -84,6 +84,7 @@ class Graph:
         self.kind = {i: self._kind(eqn) for i, eqn in enumerate(joint.eqns)}
         self.priced = [i for i, kind in self.kind.items() if kind in settings.again]
         self.save = self._to_save()
+        self._cuts: dict[float, Cut] = {}
 
     def _kind(self, eqn: JaxprEqn) -> str | None:
         """The kind of work of an equation, or "never" where no price will do."""
@@ -123,6 +124,13 @@ class Graph:
 
     def cut(self, price: float, only: Collection[int] | None = None) -> Cut:
         """Returns the cheapest choice at a price; of priced work, `only` these may run again."""
+        if only is not None:
+            return self._cheapest(price, only)
+        if price not in self._cuts:
+            self._cuts[price] = self._cheapest(price, only)
+        return self._cuts[price]
+
+    def _cheapest(self, price: float, only: Collection[int] | None) -> Cut:
         network = Network()
         value = {v: network.node() for v in self.save}
         for v in [*self.joint.inputs, *self.joint.consts]:
@@ -183,13 +191,12 @@ class Graph:
         )
 
 
-def frontier(joint: Joint, settings: Settings) -> list[Cut]:
+def frontier(graph: Graph) -> list[Cut]:
     """Returns the choices worth making, from the fastest to the smallest.
 
     Those that are best at some price; and between two of these, which differ by much, others that
     no price finds: the best of all there are where little work has a price, as in a knapsack.
     """
-    graph = Graph(joint, settings)
     fast = graph.cut(math.inf)
     if not graph.priced:
         return [fast]

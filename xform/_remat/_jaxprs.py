@@ -124,7 +124,7 @@ class _Flat:
     ) -> Sequence[Var]:
         """Adds an equation, unless it is there already; returns what holds its results."""
         if not has_effects(eqn):
-            key = eqn.primitive, tuple(map(_identity, operands)), tuple(eqn.params.items())
+            key = eqn.primitive, tuple(map(identity, operands)), tuple(eqn.params.items())
             try:
                 found = self.made.setdefault(key, outs)
             except TypeError:  # a parameter that can't be compared
@@ -140,7 +140,8 @@ def _read(env: Mapping[Var, Atom], atom: Atom) -> Atom:
     return atom if isinstance(atom, Literal) else env.get(atom, atom)
 
 
-def _identity(atom: Atom) -> object:
+def identity(atom: Atom) -> object:
+    """Equal for what is known to be the same value."""
     if not isinstance(atom, Literal):
         return atom
     return atom.aval, np.asarray(atom.val).tobytes()

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
+from contextlib import nullcontext
 
-from xform._compat import Jaxpr, JaxprEqn
+from xform._compat import Jaxpr, JaxprEqn, inside_shard_map
 from xform._remat._jaxprs import build, flatten
 from xform._remat._primitive import Plan
 from xform._remat._regions import as_region, pieces
@@ -62,7 +63,8 @@ def _inside(eqn: JaxprEqn, plans: Mapping) -> JaxprEqn:
     new = dict(eqn.params)
     for label, body in sub_jaxprs(eqn):
         flat, consts = flatten(body)
-        inner = _named(flat, plans)
+        with inside_shard_map(eqn) if eqn.primitive.name == "shard_map" else nullcontext():
+            inner = _named(flat, plans)
         inner = inner.with_consts(consts) if consts else inner
         if label in new:
             new[label] = inner

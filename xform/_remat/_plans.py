@@ -40,7 +40,7 @@ class Inner:
         """The cut for the price; the two ends of a frontier need no other."""
         assert self.settings is not None
         if self.price in (0.0, math.inf):
-            return Graph(joint, self.settings).cut(self.price)
+            return graph_of(joint, self.settings).cut(self.price)
         return chosen(frontier_of(joint, self.settings), self.price)
 
     def grown(self, before: int) -> Inner:
@@ -73,5 +73,10 @@ def _asked(joint: Joint, free: Sequence[bool]) -> Cut:
 
 
 @weakref_lru_cache
+def graph_of(joint: Joint, settings: Settings) -> Graph:
+    return Graph(joint, settings)
+
+
+@weakref_lru_cache
 def frontier_of(joint: Joint, settings: Settings) -> list[Cut]:
-    return frontier(joint, settings)
+    return frontier(graph_of(joint, settings))

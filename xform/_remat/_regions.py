@@ -12,16 +12,24 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import jax
 from jax import lax
 
-from xform._compat import Jaxpr, JaxprEqn, Var, new_jaxpr_eqn, weakref_lru_cache
+from xform._compat import (
+    Jaxpr,
+    JaxprEqn,
+    Literal,
+    Var,
+    inside_shard_map,
+    new_jaxpr_eqn,
+    weakref_lru_cache,
+)
 from xform._remat._cut import Settings
-from xform._remat._jaxprs import Atom, build, flatten, retrace, substitute
+from xform._remat._jaxprs import Atom, build, flatten, identity, retrace, substitute
 from xform._remat._kinds import kind_of, nbytes
 from xform._remat._plans import Inner
 from xform._remat._primitive import Plan, evaluate, region, region_p
@@ -73,7 +81,7 @@ class Divide:
             return jaxpr
         eqns = []
         for eqn in jaxpr.eqns:
-            if (rule := _BODIES.get(eqn.primitive.name)) and not _has_references(eqn):
+            if (rule := _BODIES.get(eqn.primitive.name)) and not any(map(is_reference, eqn.invars)):
                 eqns += rule(self, eqn, known, levels)
             else:
                 eqns.append(eqn)
@@ -98,12 +106,10 @@ class Divide:
         common = known | {v for v, n in reads.items() if n >= _COMMON}
         common |= {v for eqn in picked for v in eqn.outvars}
         eqns = []
-        for i, (own, program) in enumerate(found):
+        for i, layer in enumerate(found):
             choice = self.choice
             price = choice.early_price if i < choice.early else choice.price
-            settings = self.settings([v in common for v in own.invars])
-            plan = Inner(price, replace(settings, outputs_stay=True))
-            eqns.append(as_region(own, plan, program=program))
+            eqns.append(layer.region(self._layer_plan(layer, price, common)))
         for _ in range(self.choice.levels - 1):
             eqns = self._together(eqns, jaxpr.outvars, common)
         eqns = before_readers(picked, eqns)
@@ -115,13 +121,12 @@ class Divide:
         """Some regions at a time as one, which saves nothing but what it reads."""
         size = max(2, round(len(eqns) ** (1 / self.choice.levels)))
         parts = [slice(start, start + size) for start in range(0, len(eqns), size)]
-        found = []
-        for piece in pieces(build([], outputs, eqns), parts):
-            settings = replace(
-                self.settings([v in common for v in piece.invars]), outputs_stay=True
-            )
-            found.append(as_region(piece, Inner(0.0, settings)))
-        return found
+        found = alike(pieces(build([], outputs, eqns), parts))
+        return [layer.region(self._layer_plan(layer, 0.0, common)) for layer in found]
+
+    def _layer_plan(self, layer: Layer, price: float, common: set[Var]) -> Inner:
+        free = [isinstance(v, Literal) or v in common for v in layer.inputs]
+        return Inner(price, replace(self.settings(free), outputs_stay=True))
 
     # ---- loops, branches, meshes -----------------------------------------------------------------
 
@@ -193,19 +198,20 @@ class Divide:
         del levels
         flat, consts = flatten(eqn.params["jaxpr"])
         assert not consts
-        free = [v in known for v in eqn.invars]
-        flat, is_row = self.whole(flat, free)
-        settings = None if is_row else replace(self.settings(free), loops=False)
-        body = enclosed(flat, Inner(self.choice.price, settings, free=tuple(free)))
+        free = [isinstance(v, Literal) or v in known for v in eqn.invars]
+        with inside_shard_map(eqn):
+            flat, is_row = self.whole(flat, free)
+            settings = None if is_row else replace(self.settings(free), loops=False)
+            body = enclosed(flat, Inner(self.choice.price, settings, free=tuple(free)))
         yield eqn.replace(params={**eqn.params, "jaxpr": body})
 
 
 _BODIES = {"scan": Divide._scan, "cond": Divide._cond, "shard_map": Divide._shard_map}
 
 
-def _has_references(eqn: JaxprEqn) -> bool:
-    """Whether an equation reads or writes mutable arrays, which can't be read again."""
-    return any(hasattr(v.aval, "inner_aval") for v in eqn.invars)
+def is_reference(v: Atom) -> bool:
+    """Whether a value is a mutable array, which can't be read again."""
+    return hasattr(v.aval, "inner_aval")
 
 
 def scanned(eqn: JaxprEqn) -> tuple[int, int]:
@@ -255,7 +261,7 @@ def enclosed(jaxpr: Jaxpr, plan: Plan) -> Jaxpr:
 def as_region(
     jaxpr: Jaxpr,
     plan: Plan,
-    inputs: Sequence[Var] = (),
+    inputs: Sequence[Atom] = (),
     outputs: Sequence[Var] = (),
     *,
     program: Jaxpr | None = None,
@@ -291,10 +297,20 @@ def pieces(jaxpr: Jaxpr, parts: Sequence[slice]) -> list[Jaxpr]:
 
 
 class Layer(NamedTuple):
-    """One of a row: between the row's own variables, and as the program of all that equal it."""
+    """One of a row: between the row's own variables, and as the program of all that equal it.
+
+    Attributes:
+      own: its equations, as they stand in the row.
+      program: that of all layers which differ from it in names, lines and numbers alone.
+      inputs: what this one gives to the program: what it reads, and its numbers.
+    """
 
     own: Jaxpr
     program: Jaxpr
+    inputs: Sequence[Atom]
+
+    def region(self, plan: Plan) -> JaxprEqn:
+        return as_region(self.own, plan, self.inputs, program=self.program)
 
 
 @weakref_lru_cache
@@ -304,7 +320,47 @@ def layers(jaxpr: Jaxpr, free: tuple[bool, ...]) -> list[Layer]:
     apart = {id(eqn) for eqn in picks(jaxpr.eqns, there)}
     rest = [eqn for eqn in jaxpr.eqns if id(eqn) not in apart]
     between = build(jaxpr.invars, jaxpr.outvars, rest)
-    return [Layer(piece, intern(piece)) for piece in pieces(between, row(between))]
+    return alike(pieces(between, row(between)))
+
+
+def alike(found: Sequence[Jaxpr]) -> list[Layer]:
+    """Pieces of a program as layers; the numbers in which some differ become operands."""
+    programs = list(map(intern, found))
+    same: dict[Jaxpr, set[Jaxpr]] = {}
+    for program in dict.fromkeys(programs):
+        same.setdefault(intern(_opened(program)), set()).add(program)
+    apart: dict[Jaxpr, list[int]] = {}
+    for group in same.values():
+        rows = zip(*(_numbers(program) for program in group), strict=True)
+        differ = [i for i, row in enumerate(rows) if len(set(map(identity, row))) > 1]
+        apart.update((program, differ) for program in group)
+    layers = []
+    for own, program in zip(found, programs, strict=True):
+        which = apart[program]
+        numbers = _numbers(own)
+        general = intern(_opened(own, which)) if which else program
+        layers.append(Layer(own, general, [*own.invars, *(numbers[i] for i in which)]))
+    return layers
+
+
+def _numbers(jaxpr: Jaxpr) -> list[Literal]:
+    """The numbers that its equations read, in their order."""
+    return [v for eqn in jaxpr.eqns for v in eqn.invars if isinstance(v, Literal)]
+
+
+def _opened(jaxpr: Jaxpr, which: Collection[int] | None = None) -> Jaxpr:
+    """A program with these of its numbers, or all, as operands after the others."""
+    count = itertools.count()
+    more: list[Var] = []
+
+    def read(v: Atom) -> Atom:
+        if not isinstance(v, Literal) or (which is not None and next(count) not in which):
+            return v
+        more.append(Var(v.aval))
+        return more[-1]
+
+    eqns = [eqn.replace(invars=list(map(read, eqn.invars))) for eqn in jaxpr.eqns]
+    return build([*jaxpr.invars, *more], jaxpr.outvars, eqns)
 
 
 def row(jaxpr: Jaxpr) -> list[slice]:

@@ -15,6 +15,7 @@ from jax.core import Trace, Tracer
 from xform._compat import DebugInfo, EqualStore, Jaxpr, Literal, Store, Unhashable, WrappedFun
 
 _canonical: weakref.WeakValueDictionary[Hashable, Jaxpr] = weakref.WeakValueDictionary()
+_fingerprints: weakref.WeakKeyDictionary[Jaxpr, Hashable] = weakref.WeakKeyDictionary()
 # Of one that came again, as it came last.
 _latest: weakref.WeakKeyDictionary[Jaxpr, Jaxpr] = weakref.WeakKeyDictionary()
 
@@ -54,6 +55,13 @@ def latest(jaxpr: Jaxpr) -> Jaxpr:
 
 
 def _fingerprint(jaxpr: Jaxpr) -> Hashable:
+    """A program as nested tuples, found once: programs are parts of many others."""
+    if (found := _fingerprints.get(jaxpr)) is None:
+        found = _fingerprints[jaxpr] = _numbered(jaxpr)
+    return found
+
+
+def _numbered(jaxpr: Jaxpr) -> Hashable:
     """A program as nested tuples, its variables numbered in the order in which they appear."""
     if jaxpr.consts:
         found = ", ".join(jax.typeof(x).str_short() for x in jaxpr.consts)
@@ -91,6 +99,10 @@ def _key(value: Any) -> Hashable:
     `0.0 == -0.0` and `nan != nan`.
     """
     kind = type(value)
+    if kind in _THEMSELVES:
+        return kind, value
+    if kind is tuple:
+        return kind, tuple(map(_key, value))
     match value:
         case Jaxpr():
             return _fingerprint(value)
@@ -123,6 +135,10 @@ def _key(value: Any) -> Hashable:
             fields = (getattr(value, field.name) for field in dataclasses.fields(value))
             return kind, value, tuple(map(_key, fields))
     return kind, value
+
+
+# What most parameters are, and what equality alone tells apart.
+_THEMSELVES = (str, int, bool, type(None), jax.core.ShapedArray)
 
 
 def _captured(f: types.FunctionType) -> Hashable:
