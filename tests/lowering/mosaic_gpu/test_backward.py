@@ -18,31 +18,48 @@ from xform.lowering import mosaic_gpu
 from xform.lowering._spec import EMPTY
 from xform.lowering.mosaic_gpu import _attend
 from xform.lowering.mosaic_gpu import _plgpu as plgpu
+from xform.lowering.mosaic_gpu._backward import Backward
+from xform.lowering.mosaic_gpu._backward_narrow import Narrow
+from xform.lowering.mosaic_gpu._backward_wide import Wide
 from xform.primitives import tile_sum
 from xform.primitives.block_map import block_map
 
 SLOPES = jnp.arange(4.0)
 # Registers that go to memory, in bytes a thread: the branch of partial tiles, and a mod's numbers.
-SPILLED = 128
+SPILLED, SPILLED_WIDE = 64, 240
 VARIANTS = [
     ("no mods", 128), ("causal", 128), ("causal", 64), ("causal", 32), ("documents", 128),
     ("alibi", 128), ("soft cap", 128), ("soft cap", 64), ("table", 64), ("rows and columns", 128),
-    ("graph", 64), ("no mods", 256), ("no mods", 192),
+    ("graph", 64), ("no mods", 256), ("no mods", 192), ("causal", 256),
 ]  # fmt: skip
-QUICK = [("causal", 128)]
+FREE = [("causal", 128), ("causal", 64), ("soft cap", 64), ("causal", 48)]
+QUICK = [("causal", 128, True)]
 
 
 @pytest.mark.parametrize(
-    ("mods", "size"),
-    [pytest.param(*v, marks=() if v in QUICK else pytest.mark.slow) for v in VARIANTS],
+    ("mods", "size", "deterministic"),
+    [
+        pytest.param(*v, marks=() if v in QUICK else pytest.mark.slow)
+        for v in (*[(*v, True) for v in VARIANTS], *[(*v, False) for v in FREE])
+    ],
 )
-def test_compiles_for_an_h200(mods, size, tmp_path):
-    attend = f"flex_attention(q, k, v, **MODS['{mods}']).astype('float32').sum()"
+def test_compiles_for_an_h200(mods, size, deterministic, tmp_path):
+    options = f"deterministic={deterministic}, **MODS['{mods}']"
+    attend = f"flex_attention(q, k, v, {options}).astype('float32').sum()"
     gradient = f"jax.grad(lambda q, k, v: {attend}, (0, 1, 2))"
     printed, reports = compiled(gradient, size, "bfloat16", tmp_path)
     backward = [r for r in reports if "backward" in r]
     assert backward, printed
-    assert max(spills(backward)) <= SPILLED
+    assert max(spills(backward)) <= (SPILLED if size <= 128 else SPILLED_WIDE)
+
+
+@pytest.mark.parametrize("kind", [Backward, Narrow, Wide])
+def test_warpgroups_ask_for_no_more_registers_than_a_block_is_launched_with(kind):
+    """The hardware makes who asks for more wait for ever, which no compiler tells."""
+    warpgroups = len(kind.registers)
+    at_launch = 65_536 // (128 * warpgroups) // 8 * 8
+    assert sum(kind.registers) <= warpgroups * at_launch
+    assert all(count % 8 == 0 for count in kind.registers)
 
 
 @pytest.fixture
@@ -96,13 +113,16 @@ def _gradients(implementation, q, k, v, captures, mod, **options):
         (lambda c, s, b, h, q, k: s * c[0][b, h] + c[1][k], (jnp.ones((2, 4)), jnp.zeros(300))),
     ],
 )
-@pytest.mark.parametrize("kv_heads", [4, 2])
-def test_captures_and_groups_over_many_tiles(mod, captures, kv_heads, interpreted):
+@pytest.mark.parametrize(("kv_heads", "deterministic"), [(4, True), (2, True), (2, False)])
+def test_captures_and_groups_over_many_tiles(mod, captures, kv_heads, deterministic, interpreted):
     keys = jax.random.split(jax.random.key(0), 3)
     q = jax.random.normal(keys[0], (2, 200, 4, 32), jnp.bfloat16)
     k, v = (jax.random.normal(key, (2, 300, kv_heads, 32), jnp.bfloat16) for key in keys[1:])
     captures = jax.tree.map(jnp.asarray, captures)
-    run = partial(_gradients, q=q, k=k, v=v, captures=captures, mod=mod, mask_mod=causal())
+    run = partial(
+        _gradients, q=q, k=k, v=v, captures=captures, mod=mod, mask_mod=causal(),
+        deterministic=deterministic,
+    )  # fmt: skip
     wide = jax.tree.map(lambda x: x.astype(jnp.float32), dict(q=q, k=k, v=v, captures=captures))
     true = _gradients("reference", **wide, mod=mod, mask_mod=causal())
     for a, b in zip(jax.tree.leaves(run(None)), jax.tree.leaves(true), strict=True):
@@ -128,21 +148,20 @@ def test_wide_heads_over_many_tiles(size, v_size, kv_heads, interpreted):
         assert error < 8e-3
 
 
-@hypothesis.given(st.sampled_from([1, 5]), st.just(4), st.booleans(), st.integers(0, 2**16))
+@hypothesis.given(st.sampled_from([1, 5]), st.just(4), st.integers(0, 2**16))
 @hypothesis.settings(max_examples=12, deadline=None)
-def test_turns_count_the_blocks_launched_before(columns, tiles, in_turns, seed):
+def test_turns_count_the_blocks_launched_before(columns, tiles, seed):
     kinds = jax.random.randint(jax.random.key(seed), (1, 2, columns, tiles), 0, 3)
-    order, count, entries, turns = map(
-        np.asarray, _attend.walks(kinds.astype(jnp.int8), in_turns=in_turns)
-    )
+    order, count, entries, turns = map(np.asarray, _attend.walks(kinds.astype(jnp.int8)))
     live = np.asarray(kinds != EMPTY)
     for unit in np.ndindex(1, 2):
         assert sorted(order[unit]) == list(range(columns))
+        assert list(count[unit][order[unit], 1]) == sorted(live[unit].sum(-1), reverse=True)
         seen = np.zeros(tiles, int)
-        for block in order[unit] if in_turns else ():
+        for block in order[unit]:
             n = count[*unit, block, 1]
             visited = entries[*unit, block, :n] // 2
-            assert list(visited) == list(np.flatnonzero(live[*unit, block]))
+            assert list(visited) == list(np.flatnonzero(live[*unit, block])[::-1])
             assert list(turns[*unit, block, :n]) == list(seen[visited])
             seen[visited] += 1
 

@@ -267,7 +267,7 @@ def _steps(spec: Spec, block_map, units, heads, lengths, tiles: Tiles, context, 
     kinds = jax.vmap(jax.vmap(kinds, (None, 0)), (0, None))(*each)
     if not tiles.by_keys:
         return _compact(kinds)
-    return walks(_by_keys(kinds, *heads), in_turns=spec.deterministic)
+    return walks(_by_keys(kinds, *heads))
 
 
 @functools.lru_cache(maxsize=256)
@@ -291,34 +291,36 @@ def _host() -> Any:
 
 
 def _by_keys(kinds, heads: int, kv_heads: int):
-    """Codes `[U,W,R,C]` as `[U,W,C,G*R]`: of each block of keys, the tiles of a group's heads."""
+    """Codes `[U,W,R,C]` as `[U,W,C,R*G]`: of each block of keys, the tiles of a group's heads."""
     u, w, rows, columns = kinds.shape
     group = heads // kv_heads
     kinds = kinds.reshape(u, 1 if w == 1 else kv_heads, -1, rows, columns)
     kinds = jnp.broadcast_to(kinds, (u, kinds.shape[1], group, rows, columns))
-    return kinds.transpose(0, 1, 4, 2, 3).reshape(u, -1, columns, group * rows)
+    return kinds.transpose(0, 1, 4, 3, 2).reshape(u, -1, columns, rows * group)
 
 
-def walks(kinds, *, in_turns: bool):
-    """Of codes `[..., C, N]` what each block of keys walks along, all in one direction.
+def walks(kinds):
+    """Of codes `[..., C, N]` what each block of keys walks along, all from the last tile back.
+
+    So blocks that meet at a tile of queries and are launched together, under a causal mask those
+    with the most work, meet where they begin.
 
     Returns:
-      The blocks as they are launched, `[..., C]`. If they wait for their turns, the last ones come
-      first: of two that meet at a tile of queries, a band-like mask lets that of later keys begin
-      there. If not, the longest walk comes first. How many tiles each visits,
-      `[..., C, 2]`. Which, `[..., C, N]`: twice the index, plus 1 for a partial one. And how many
-      blocks are launched before that visit the same, `[..., C, N]`.
+      The blocks as they are launched, `[..., C]`, the longest walk first. How many tiles each
+      visits, `[..., C, 2]`. Which, `[..., C, N]`: twice the index, plus 1 for a partial one. And
+      how many blocks are launched before that visit the same, `[..., C, N]`.
     """
-    *lead, columns, n = kinds.shape
+    n = kinds.shape[-1]
     live = (kinds != EMPTY).astype(jnp.int32)
-    later = jnp.cumsum(live[..., ::-1, :], -2)[..., ::-1, :] - live
-    place = jnp.where(live, jnp.cumsum(live, -1) - 1, n)
+    count = live.sum(-1, dtype=jnp.int32)
+    order = jnp.argsort(-count, axis=-1, stable=True).astype(jnp.int32)
+    launched = jnp.take_along_axis(live, order[..., None], -2)
+    back = jnp.argsort(order, axis=-1)[..., None]
+    earlier = jnp.take_along_axis(jnp.cumsum(launched, -2) - launched, back, -2)
+    place = jnp.where(live, count[..., None] - jnp.cumsum(live, -1), n)
     index = 2 * lax.broadcasted_iota(jnp.int32, kinds.shape, kinds.ndim - 1)
     lists = functools.partial(_scattered, place)
-    count = live.sum(-1, dtype=jnp.int32)
-    backwards = jnp.broadcast_to(jnp.arange(columns, dtype=jnp.int32)[::-1], (*lead, columns))
-    order = backwards if in_turns else jnp.argsort(-count, axis=-1).astype(jnp.int32)
-    return order, jnp.stack([count, count], -1), lists(index + (kinds == PARTIAL)), lists(later)
+    return order, jnp.stack([count, count], -1), lists(index + (kinds == PARTIAL)), lists(earlier)
 
 
 def _scattered(place, values):

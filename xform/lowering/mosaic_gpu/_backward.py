@@ -17,11 +17,14 @@ compute never wait for memory.
 Two orders of addition. Free: whoever comes first. In turns: the blocks of one head add to a tile of
 queries in the order in which they were launched, so that a second run gives the same bits. A block
 waits only for blocks of a lower index in the grid, which GPUs start first (CUDA documents no order,
-and none is known to differ), hence somebody always can go on; and as all of
-them walk in the same direction, each a little behind the one before, they rarely wait.
+and none is known to differ), hence somebody always can go on. They rarely wait: the heads come side
+by side, so that few blocks of one run at a time, and all walk from the last query back, where a
+causal mask lets them begin together, each a tile behind the one before. In either order the longest
+walks come first, and the last blocks end at about the same time.
 
 Shapes: q, dO `[B,T,H,*]`, k, v `[B,S,K,*]`. D is a multiple of 32, V of 16, and `D + V` at most
-256: one warpgroup holds dK and dV in registers (see `_backward_wide`).
+256: one warpgroup holds dK and dV in registers (see `_backward_wide`; and `_backward_narrow`, where
+they leave registers for more warpgroups).
 """
 
 from __future__ import annotations
@@ -29,6 +32,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -47,10 +51,6 @@ from xform.lowering.mosaic_gpu._call import (
     swizzle_of,
     tiled,
 )
-
-# Registers a thread: 65,536 of a multiprocessor in all.
-_COMPUTE_REGISTERS = 240
-_LOAD_REGISTERS = 24
 
 
 def backward(
@@ -85,7 +85,7 @@ def backward(
     parcel = call.mma.parcel(tiles.q, body.columns)
     dq = jax.new_ref(jnp.zeros((*shares, *parts, *parcel), jnp.float32))
     tickets = jax.new_ref(jnp.zeros(parts[:3], jnp.int32))
-    together = not call.sparse if body.in_turns else call.cached(s.heads, s.q_len)
+    together = body.in_turns or call.cached(s.heads, s.q_len)
     grid = call.grid(s.kv_heads, blocks, together=together)
     out = (*(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (k, v)), *[column] * sums)
     run = launch(body.entry, "flex_attention_backward", body.computing, out, grid, interpret)
@@ -106,21 +106,34 @@ class Backward:
         those by `sums` numbers that belong to a key or to none.
       sums: how many derivatives are summed over the queries.
       in_turns: whether blocks add to dQ in turns.
+      registers: of a thread, by warpgroup: first those with scores, last the one that loads. Not
+        more in all than a block is launched with, or the hardware makes one wait for ever.
+      slots: how many tiles of dQ are on their way at a time.
+      handed: the barrier of those slots that a warpgroup with scores hands its work to.
     """
 
     call: Call
     sums: int
     in_turns: bool
+    registers: ClassVar[tuple[int, ...]] = (240, 240, 24)
+    slots: ClassVar[int] = 1
+    handed: ClassVar[str] = "dq_free"
 
     @property
     def computing(self) -> int:
         """How many warpgroups there are beside the one that loads."""
-        return self.call.tiles.warpgroups
+        return len(self.registers) - 1
 
     @property
     def columns(self) -> int:
         """Columns of dQ that one warpgroup makes at a time."""
         return self.call.sizes.qk_size // self.call.tiles.warpgroups
+
+    @property
+    def pieces(self) -> list:
+        """The columns that dQ is made of at a time."""
+        count = self.call.sizes.qk_size // self.columns
+        return [(n, plgpu.ds(n * self.columns, self.columns)) for n in range(count)]
 
     @property
     def group(self) -> int:
@@ -129,44 +142,49 @@ class Backward:
 
     def entry(self, *refs):
         """Allocates shared memory and sends each warpgroup to its work."""
-        call, s, t = self.call, self.call.sizes, self.call.tiles
-        n, groups, cols, narrow = t.stages, t.warpgroups, self.columns, call.narrow
+        plgpu.run_scoped(
+            lambda scratch: self._body(refs, scratch), self.scratch(), collective_axes="warpgroup"
+        )
+
+    def scratch(self) -> dict:
+        """Shared memory."""
+        call, s, t, narrow = self.call, self.call.sizes, self.call.tiles, self.call.narrow
+        n, groups, pieces = t.stages, t.warpgroups, len(self.pieces)
         ring = functools.partial(plgpu.Barrier, num_barriers=n)
+        slots = functools.partial(plgpu.Barrier, num_barriers=self.slots)
         accumulators = functools.partial(call.mma.accumulators, groups)
         of_queries = plgpu.SMEM((n, t.q), jnp.float32)
-        scratch = {
-            # Of K each half of the columns is a tile of its own, so that a warpgroup can pick one.
-            "k": tiled((groups, groups, t.kv, cols), narrow),
+        parcel = call.mma.parcel(t.q, self.columns)
+        return {
+            # Of K the columns that dQ is made of at a time are a tile of their own.
+            "k": tiled((pieces, groups, t.kv, self.columns), narrow),
             "v": tiled((groups, t.kv, s.v_size), narrow),
-            "q": tiled((n, t.q, s.qk_size), narrow, swizzle_of(cols, narrow)),
+            "q": tiled((n, t.q, s.qk_size), narrow, swizzle_of(self.columns, narrow)),
             "do": tiled((n, t.q, s.v_size), narrow),
             "base": of_queries,
             "norm": of_queries,
             "delta": of_queries,
             "vectors": call.vector_buffers(n),
             # Two slots: whoever writes one knows that all have read it, two steps ago.
-            "ds": tiled((2, groups, t.kv, t.q), narrow, swizzle_of(cols, narrow)),
-            "dq": plgpu.SMEM((groups, *call.mma.parcel(t.q, cols)), jnp.float32),
+            "ds": tiled((2, groups, t.kv, t.q), narrow, swizzle_of(self.columns, narrow)),
+            "dq": plgpu.SMEM((self.slots, pieces, *parcel), jnp.float32),
             "column": plgpu.SMEM((groups, t.kv), jnp.float32),
-            "kv_full": plgpu.Barrier(num_arrivals=(groups + 1) * groups),
+            "kv_full": plgpu.Barrier(num_arrivals=(pieces + 1) * groups),
             "q_full": ring(num_arrivals=3 + call.copies),
             "do_full": ring(num_arrivals=2),
             "q_free": ring(num_arrivals=groups),
             "do_free": ring(num_arrivals=groups),
-            "ds_full": plgpu.Barrier(num_arrivals=groups),
-            "dq_full": plgpu.Barrier(num_arrivals=groups),
-            "dq_free": plgpu.Barrier(),
+            "ds_full": plgpu.Barrier(num_barriers=2, num_arrivals=groups),
+            "dq_full": slots(num_arrivals=groups),
+            "dq_free": slots(),
             "clean": plgpu.Barrier(num_arrivals=groups),
             "walked": plgpu.Barrier(num_arrivals=groups),
             "accumulators": {
                 "s": accumulators(t.kv, t.q), "dp": accumulators(t.kv, t.q),
-                "dq": accumulators(t.q, cols),
+                "dq": accumulators(t.q, self.columns),
                 "dk": accumulators(t.kv, s.qk_size), "dv": accumulators(t.kv, s.v_size),
             },
         }  # fmt: skip
-        plgpu.run_scoped(
-            lambda scratch: self._body(refs, scratch), scratch, collective_axes="warpgroup"
-        )
 
     def _body(self, refs, smem: dict):
         call = self.call
@@ -175,22 +193,29 @@ class Backward:
         steps, operands, (dq_ref, tickets_ref, *results) = refs[:n], refs[n : n + m], refs[n + m :]
         batch, head, row = (lax.axis_index(name) for name in ("batch", "head", "row"))
         walk = call.walk(batch, head, row, steps[:3])
-        warpgroup, count = lax.axis_index("warpgroup"), call.tiles.warpgroups
+        warpgroup = lax.axis_index("warpgroup")
 
-        @plgpu.when(warpgroup < count)
+        @plgpu.when(warpgroup < call.tiles.warpgroups)
         def _():
-            plgpu.set_max_registers(_COMPUTE_REGISTERS, action="increase")
+            plgpu.set_max_registers(self.registers[0], action="increase")
             self._compute(walk, warpgroup, operands, results, smem)
 
-        @plgpu.when(warpgroup == count)
+        load_keys = functools.partial(self._load_keys, walk, k_ref, v_ref, smem)
+        load = functools.partial(
+            self._load, walk, (q_ref, *row_refs[:2]), (do_ref, row_refs[2]), operands, smem
+        )
+        turn = functools.partial(self._turn, walk, row, steps)
+        send = functools.partial(self._send, walk, dq_ref, tickets_ref, smem)
+        self._others(walk, warpgroup, load_keys, load, turn, send, smem)
+
+    def _others(self, walk: Walk, warpgroup, load_keys, load, turn, send, smem: dict):
+        """The warpgroups that hold no scores: one, which loads and sends dQ away."""
+
+        @plgpu.when(warpgroup == self.computing)
         def _():
-            plgpu.set_max_registers(_LOAD_REGISTERS, action="decrease")
-            self._load_keys(walk, k_ref, v_ref, smem)
-            load = functools.partial(
-                self._load, walk, (q_ref, *row_refs[:2]), (do_ref, row_refs[2]), operands, smem
-            )
-            turn = functools.partial(self._turn, walk, row, steps)
-            self._serve(walk, load, turn, dq_ref, tickets_ref, smem)
+            plgpu.set_max_registers(self.registers[-1], action="decrease")
+            load_keys()
+            self._serve(walk, load, turn, send, smem)
 
     def _entry(self, walk: Walk, i):
         """The `i`-th entry of a walk, the last one beyond: read early, it comes from far away."""
@@ -198,12 +223,12 @@ class Backward:
 
     def _at(self, walk: Walk, entry):
         """The query head and the first query of a tile of a walk; whether the tile is partial."""
-        head, partial, rows = walk.head, False, int32(self.call.sizes.rows(self.call.tiles))
+        head, partial, group = walk.head, False, int32(self.group)
         if self.call.sparse:
             partial, entry = lax.rem(entry, int32(2)) == 1, lax.div(entry, int32(2))
         if self.group > 1:
-            head = head * self.group + lax.div(entry, rows)
-            entry = lax.rem(entry, rows)
+            head = head * group + lax.rem(entry, group)
+            entry = lax.div(entry, group)
         return head, entry * self.call.tiles.q, partial
 
     # -- the warpgroup that loads, and sends dQ away -----------------------------------------------
@@ -212,47 +237,56 @@ class Backward:
         t, full = self.call.tiles, smem["kv_full"]
         for part in range(t.warpgroups):
             keys = walk.batch, plgpu.ds(walk.row * t.cols + part * t.kv, t.kv), walk.head
-            for n in range(t.warpgroups):
-                cols = plgpu.ds(n * self.columns, self.columns)
+            for n, cols in self.pieces:
                 plgpu.copy_gmem_to_smem(k_ref.at[*keys, cols], smem["k"].at[n, part], full)
             plgpu.copy_gmem_to_smem(v_ref.at[*keys], smem["v"].at[part], full)
 
-    def _serve(self, walk: Walk, load, turn, dq_ref, tickets_ref, smem: dict):
-        """Adds to dQ what each step has made of it, and loads the next tile into its slot."""
-        t, mma, count = self.call.tiles, self.call.mma, walk.count
-        stages, entry = int32(t.stages), functools.partial(self._entry, walk)
-        plgpu.loop(0, jnp.minimum(count, stages))(lambda i: load(entry(i), i, again=False))
-
-        def place(entry):
-            head, q0, _ = self._at(walk, entry)
-            return walk.batch, head, lax.div(q0, int32(t.q))
+    def _serve(self, walk: Walk, load, turn, send, smem: dict):
+        """Sends away what each step has made of dQ, and loads the next tile into its slot."""
+        stages, entry = int32(self.call.tiles.stages), functools.partial(self._entry, walk)
+        self._load_first(walk, load)
 
         def step(i, carry):
             own, following, due = carry
             then = entry(i + 1), entry(i + 1 + stages), turn(i + 1)
-            ticket = tickets_ref.at[*place(own)]
-            if self.in_turns:
-                mma.await_turn(ticket, due)
-            plgpu.barrier_wait(smem["dq_full"])
-            for n in range(t.warpgroups):
-                mma.add_share(dq_ref, walk.row, (*place(own), n), smem["dq"].at[n])
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            plgpu.barrier_arrive(smem["dq_free"])
-            if self.in_turns:
-                plgpu.wait_smem_to_gmem(0)
-                mma.pass_turn(ticket)
+            send(i, own, due)
             load_it = functools.partial(load, following, lax.rem(i, stages), again=True)
-            plgpu.when(i + stages < count)(load_it)
+            plgpu.when(i + stages < walk.count)(load_it)
             return then
 
-        lax.fori_loop(0, count, step, (entry(0), entry(stages), turn(int32(0))))
+        lax.fori_loop(0, walk.count, step, (entry(0), entry(stages), turn(int32(0))))
         plgpu.wait_smem_to_gmem(0)
+        self._await_last(walk, ("q_free", "do_free"), self.call.tiles.stages, smem)
 
-        # Every phase that ends must be seen, also the last ones.
-        @plgpu.loop(jnp.maximum(count - stages, 0), count)
+    def _load_first(self, walk: Walk, load):
+        """Fills all slots."""
+        first = lambda i: load(self._entry(walk, i), i, again=False)
+        plgpu.loop(0, jnp.minimum(walk.count, self.call.tiles.stages))(first)
+
+    def _await_last(self, walk: Walk, names: tuple[str, ...], slots: int, smem: dict):
+        """Waits at the ends of a walk: every phase that ends must be seen, also the last ones."""
+
+        @plgpu.loop(jnp.maximum(walk.count - slots, 0), walk.count)
         def _(i):
-            plgpu.barrier_wait(smem["q_free"].at[lax.rem(i, stages)])
-            plgpu.barrier_wait(smem["do_free"].at[lax.rem(i, stages)])
+            for name in names:
+                plgpu.barrier_wait(smem[name].at[lax.rem(i, int32(slots))])
+
+    def _send(self, walk: Walk, dq_ref, tickets_ref, smem: dict, i, entry, due):
+        """Adds what step `i` has made of dQ, if in turns then in the block's turn."""
+        mma, slot = self.call.mma, lax.rem(i, int32(self.slots))
+        head, q0, _ = self._at(walk, entry)
+        place = walk.batch, head, lax.div(q0, int32(self.call.tiles.q))
+        ticket = tickets_ref.at[*place]
+        if self.in_turns:
+            mma.await_turn(ticket, due)
+        plgpu.barrier_wait(smem["dq_full"].at[slot])
+        for n, _ in self.pieces:
+            mma.add_share(dq_ref, walk.row, (*place, n), smem["dq"].at[slot, n])
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        plgpu.barrier_arrive(smem["dq_free"].at[slot])
+        if self.in_turns:
+            plgpu.wait_smem_to_gmem(0)
+            mma.pass_turn(ticket)
 
     def _load(self, walk: Walk, queries, cotangents, operands, smem: dict, entry, slot, *, again):
         """Fills a slot with a tile: queries first, they are needed first."""
@@ -290,7 +324,7 @@ class Backward:
         held = call.held(operands, walk.b, walk.head, k0) if self.group == 1 else None
         plgpu.barrier_wait(smem["kv_full"])
         if call.programs.mask is not None:
-            for n in range(t.warpgroups):
+            for n, _ in self.pieces:
                 self._clean(smem["k"].at[n, warpgroup])
             self._clean(smem["v"].at[warpgroup])
             plgpu.commit_smem()
@@ -321,7 +355,7 @@ class Backward:
             return mma.scoped(walk_tiles, buffers["dv"], warpgroup, (t.kv, s.v_size))
 
         dk, dv, sums = mma.scoped(accumulate, buffers["dk"], warpgroup, (t.kv, s.qk_size))
-        plgpu.when(walk.count > 0)(lambda: plgpu.barrier_wait(smem["dq_free"]))
+        self._await_last(walk, (self.handed,), self.slots, smem)
         self._finish(walk, warpgroup, k0, dk, dv, sums, results, smem)
 
     def _weights(self, i, partial, place: Place, held, warpgroup, dv_acc, smem: dict):
@@ -339,9 +373,8 @@ class Backward:
             def derivatives(dp_acc):
                 plgpu.barrier_wait(smem["q_full"].at[slot])
                 self._clean_shared(partial, warpgroup, q_tile, smem)
-                for n in range(call.tiles.warpgroups):
-                    part = q_tile.at[:, plgpu.ds(n * self.columns, self.columns)]
-                    mma.qk(s_acc, smem["k"].at[n, w], part)
+                for n, cols in self.pieces:
+                    mma.qk(s_acc, smem["k"].at[n, w], q_tile.at[:, cols])
                 plgpu.barrier_wait(smem["do_full"].at[slot])
                 self._clean_shared(partial, warpgroup, do_tile, smem)
                 mma.qk(dp_acc, smem["v"].at[w], do_tile)
@@ -403,8 +436,11 @@ class Backward:
         `0 * NaN` is NaN, so a product would not keep hidden what is hidden. Who sees such a key has
         no finite output, and learns of it by the statistics of its row.
         """
-        x = self.call.mma.tile(tile)
-        tile[...] = jnp.where(jnp.abs(x.astype(jnp.float32)) < jnp.inf, x, jnp.zeros_like(x))
+        width = swizzle_of(tile.shape[-1], self.call.narrow) // self.call.narrow.itemsize
+        for n in range(0, tile.shape[-1], width):  # registers: not a wide tile at once
+            part = tile.at[:, plgpu.ds(n, width)]
+            x = self.call.mma.tile(part)
+            part[...] = jnp.where(jnp.abs(x.astype(jnp.float32)) < jnp.inf, x, jnp.zeros_like(x))
 
     def _clean_shared(self, partial, warpgroup, tile, smem: dict):
         """The same for a tile that both warpgroups read, where something is hidden."""
@@ -441,8 +477,8 @@ class Backward:
         ds_slot, q_tile = lax.rem(i, int32(2)), smem["q"].at[slot]
         smem["ds"].at[ds_slot, warpgroup][...] = ds
         plgpu.commit_smem()
-        plgpu.barrier_arrive(smem["ds_full"])
-        plgpu.barrier_wait(smem["ds_full"])
+        plgpu.barrier_arrive(smem["ds_full"].at[ds_slot])
+        plgpu.barrier_wait(smem["ds_full"].at[ds_slot])
 
         def queries(dq_acc):
             w = lax.optimization_barrier(warpgroup)
@@ -454,10 +490,10 @@ class Backward:
             return mma.read(dq_acc, 1, smem["ds"].at[ds_slot])  # dK still runs
 
         dq = mma.scoped(queries, smem["accumulators"]["dq"], warpgroup, (t.q, self.columns))
-        plgpu.when(i > 0)(lambda: plgpu.barrier_wait(smem["dq_free"]))
-        mma.pack(smem["dq"].at[lax.optimization_barrier(warpgroup)], dq)
+        plgpu.when(i > 0)(lambda: plgpu.barrier_wait(smem["dq_free"].at[0]))
+        mma.pack(smem["dq"].at[0, lax.optimization_barrier(warpgroup)], dq)
         plgpu.commit_smem()
-        plgpu.barrier_arrive(smem["dq_full"])
+        plgpu.barrier_arrive(smem["dq_full"].at[0])
 
     def _free_queries(self, slot, in_flight: int, smem: dict):
         """Gives the queries of a slot back, when dK is done."""
@@ -474,13 +510,12 @@ class Backward:
         dk = dk * call.programs.scale
         buffer = smem["v"].at[warpgroup]
         buffer[...] = dv.astype(call.narrow)
-        for n in range(t.warpgroups):
+        for n, _ in self.pieces:
             part = dk[:, n * self.columns : (n + 1) * self.columns]
             smem["k"].at[n, warpgroup][...] = part.astype(call.narrow)
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(buffer, dv_ref.at[walk.batch, keys, walk.head])
-        for n in range(t.warpgroups):
-            cols = plgpu.ds(n * self.columns, self.columns)
+        for n, cols in self.pieces:
             place = dk_ref.at[walk.batch, keys, walk.head, cols]
             plgpu.copy_smem_to_gmem(smem["k"].at[n, warpgroup], place)
         self._write_sums(walk, keys, sums, columns, smem["column"].at[warpgroup])

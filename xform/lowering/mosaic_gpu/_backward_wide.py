@@ -18,13 +18,14 @@ The warpgroups meet at dP', which the second hands to the first, and at dS', whi
 read. None waits for another within a step but for these, and the third, which alone waits for its
 turn, is in nobody's way while it is less than a step behind.
 
-Not optimal: with a mask, whose branch comes in the middle of a step, the compiler puts 738 bytes of
-a thread's registers into memory.
+Not optimal: with a mask, whose branch comes in the middle of a step, the compiler puts some 230
+bytes of a thread's registers into memory.
 """
 
 from __future__ import annotations
 
 import functools
+from typing import ClassVar
 
 import jax.numpy as jnp
 from jax import lax
@@ -33,35 +34,23 @@ from xform.lowering.mosaic_gpu import _plgpu as plgpu
 from xform.lowering.mosaic_gpu._backward import Backward
 from xform.lowering.mosaic_gpu._call import Place, Walk, int32, row_layout, swizzle_of, tiled
 
-# Registers a thread, by warpgroup.
-_SCORES, _KEYS, _QUERIES = 216, 216, 72
-
 
 class Wide(Backward):
     """The body of the kernel."""
 
-    @property
-    def computing(self) -> int:
-        return 2
+    registers: ClassVar[tuple[int, ...]] = (216, 216, 72)
 
     @property
     def columns(self) -> int:
         return swizzle_of(self.call.sizes.qk_size, self.call.narrow) // self.call.narrow.itemsize
 
-    @property
-    def pieces(self) -> list:
-        """The columns that dQ is made of at a time."""
-        count = self.call.sizes.qk_size // self.columns
-        return [(n, plgpu.ds(n * self.columns, self.columns)) for n in range(count)]
-
-    def entry(self, *refs):
-        """Allocates shared memory and sends each warpgroup to its work."""
+    def scratch(self) -> dict:
         call, s, t, narrow = self.call, self.call.sizes, self.call.tiles, self.call.narrow
         n, count = t.stages, len(self.pieces)
         ring = functools.partial(plgpu.Barrier, num_barriers=n)
         one = functools.partial(call.mma.accumulators, 1)
         of_queries = plgpu.SMEM((n, t.q), jnp.float32)
-        scratch = {
+        return {
             # Of K the columns that dQ is made of at a time are a tile of their own.
             "k": tiled((count, t.kv, self.columns), narrow),
             "v": tiled((t.kv, s.v_size), narrow),
@@ -89,9 +78,6 @@ class Wide(Backward):
                 "dk": one(t.kv, s.qk_size), "dv": one(t.kv, s.v_size),
             },
         }  # fmt: skip
-        plgpu.run_scoped(
-            lambda scratch: self._body(refs, scratch), scratch, collective_axes="warpgroup"
-        )
 
     def _body(self, refs, smem: dict):
         call = self.call
@@ -105,12 +91,12 @@ class Wide(Backward):
 
         @plgpu.when(warpgroup == 0)
         def _():
-            plgpu.set_max_registers(_SCORES, action="increase")
+            plgpu.set_max_registers(self.registers[0], action="increase")
             self._make_scores(walk, operands, dv_ref, columns, smem)
 
         @plgpu.when(warpgroup == 1)
         def _():
-            plgpu.set_max_registers(_KEYS, action="increase")
+            plgpu.set_max_registers(self.registers[1], action="increase")
             fill = functools.partial(
                 self._fill, walk, (q_ref, *row_refs[:2]), (do_ref, row_refs[2]), operands, smem
             )
@@ -119,7 +105,7 @@ class Wide(Backward):
 
         @plgpu.when(warpgroup == 2)
         def _():
-            plgpu.set_max_registers(_QUERIES, action="decrease")
+            plgpu.set_max_registers(self.registers[2], action="decrease")
             turn = functools.partial(self._turn, walk, row, steps)
             self._make_queries(walk, turn, dq_ref, tickets_ref, smem)
 

@@ -168,6 +168,7 @@ def _gradient(
 ):  # fmt: skip
     """`tile_sum` without hidden dimensions; mods see `b % mods_batch`."""
     from xform.lowering.mosaic_gpu._backward import Backward, backward
+    from xform.lowering.mosaic_gpu._backward_narrow import WIDTH, Narrow
     from xform.lowering.mosaic_gpu._backward_wide import Wide
     from xform.lowering.mosaic_gpu._call import LOG2E, Call, Programs, Sizes
     from xform.lowering.mosaic_gpu._twins import Hardware, Twin
@@ -199,9 +200,9 @@ def _gradient(
         sizes, Programs(*mods.programs, spec.scale), tiles, q.dtype, q.dtype,
         bool(steps), Twin() if interpret else Hardware(),
     )  # fmt: skip
-    body = (Wide if tiles.warpgroups == 1 else Backward)(
-        call, len(gradient.wanted), in_turns=spec.deterministic
-    )
+    narrow = sizes.qk_size + sizes.v_size <= WIDTH and not spec.deterministic
+    kind = Wide if tiles.warpgroups == 1 else Narrow if narrow else Backward
+    body = kind(call, len(gradient.wanted), in_turns=spec.deterministic)
     dq, dk, dv, columns = backward(
         body, q, k, v, d_out, *statistics, steps, operands, interpret=interpret
     )
