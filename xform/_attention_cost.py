@@ -37,6 +37,8 @@ from xform.primitives.block_map import block_map
 
 # No more pairs than this are asked one by one.
 _PAIRS = 2**31
+# What is counted is one device's, whatever mesh is around.
+_NO_MESH = jax.sharding.AbstractMesh((), ())
 
 
 @dataclass(frozen=True)
@@ -181,7 +183,8 @@ def _program(primitive, params: tuple, avals: tuple) -> Jaxpr:
         "device": Device("cpu", counted=True),
     }
     impl = functools.partial(module._impl, **call, origin=(0, 0))
-    return jax.make_jaxpr(impl)(*avals)
+    with jax.sharding.use_abstract_mesh(_NO_MESH):
+        return jax.make_jaxpr(impl)(*avals)
 
 
 def _loops(program: Jaxpr) -> int:
@@ -217,7 +220,7 @@ class _Mask:
             axes.append(tuple(0 if x else None for x in full))
             known = [t.shape[d] for x, t in zip(full, self.types, strict=True) if x]
             sizes.append(max(known, default=1))
-        with jax.ensure_compile_time_eval():
+        with jax.ensure_compile_time_eval(), jax.sharding.use_abstract_mesh(_NO_MESH):
             indices = [jnp.arange(n, dtype=jnp.int32) for n in (self.batch, self.heads)]
             arrays = [
                 unknown(t.shape[self.hidden :], t.dtype) if x is None else jnp.asarray(x)
@@ -227,8 +230,9 @@ class _Mask:
             args = jax.device_put((*indices, *arrays), jax.devices()[0])
         leaves, tree = jax.tree.flatten(args)
         types = tuple((x.shape, x.dtype, x.sharding) for x in leaves)
-        run = _compiled(f, moving, tuple(axes), tuple(sizes), tree, types)
-        out = np.asarray(run(*leaves))
+        with jax.sharding.use_abstract_mesh(_NO_MESH):
+            run = _compiled(f, moving, tuple(axes), tuple(sizes), tree, types)
+            out = np.asarray(run(*leaves))
         maps, each = out.shape[: self.hidden + 2], out.shape[self.hidden + 2 :]
         return out.reshape(math.prod(maps), *each)  # of no tiles at all, -1 would not tell
 

@@ -243,9 +243,10 @@ def test_long_loop_in_a_mesh(kind):
         same(found.compile()(ws, x), run(around(lambda f: f)).compile()(ws, x))
 
 
-def test_attention_in_a_mesh():
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_attention_in_a_mesh(kind):
     """What its tiles cost is counted on one device, whatever mesh is around."""
-    mesh = jax.make_mesh((2,), ("d",), (AxisType.Auto,))
+    mesh = jax.make_mesh((2,), ("d",), (kind,))
 
     def body(ws, x):
         def step(x, w):
@@ -255,8 +256,9 @@ def test_attention_in_a_mesh():
         return jax.lax.scan(step, x, ws)[0]
 
     f = jax.shard_map(body, mesh=mesh, in_specs=(P(), P("d")), out_specs=P("d"))
-    args = normal(1, 3, 16, 16), normal(0, 64, 16)
-    told = remat.report(f, budget="none")(*args)
+    with jax.set_mesh(mesh):
+        args = jax.device_put((normal(1, 3, 16, 16), normal(0, 64, 16)), (P(), P("d")))
+        told = remat.report(f, budget="none")(*args)
     assert "flex_attention" in {v.what for v in told.recomputed}
 
 
