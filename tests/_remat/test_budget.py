@@ -240,6 +240,33 @@ def test_report_is_of_the_arguments_that_are_differentiated():
         told((0, 2))
 
 
+def test_report_says_where_nothing_is_saved():
+    """See https://github.com/jax-ml/jax/issues/12792."""
+    told = remat.report(lambda x: jnp.sin(jnp.sin(x)), budget="none")(jnp.ones((8, 8)))
+    assert not told.saved
+    assert "nothing is saved: the backward pass starts from the arguments" in str(told)
+
+
+def test_ring_buffer_in_a_carry_is_not_stacked():
+    """Of each step what is written is saved; see https://github.com/jax-ml/jax/issues/15906."""
+    steps, width = 40, 16
+
+    def f(xs, w):
+        def step(carry, x):
+            i, ring = carry
+            h = jnp.tanh(x @ w + ring.mean(0))
+            return (i + 1, jax.lax.dynamic_update_index_in_dim(ring, h, i % 8, 0)), None
+
+        return (jax.lax.scan(step, (0, jnp.zeros((8, width))), xs)[0][1] ** 2).sum()
+
+    args = jnp.ones((steps, width)), jnp.eye(width) / 8
+    told = remat.report(f)(*args)
+    assert told.saved_bytes < 2 * 4 * steps * width  # a ring of each step would be 8 times that
+    found, true = (jax.grad(g, (0, 1))(*args) for g in (remat(f), f))
+    for a, b in zip(found, true, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-6)
+
+
 def test_sum_is_saved_after_what_is_added():
     """gelu(x @ w + b + r): the sum, which exists anyway, not the product before it.
 

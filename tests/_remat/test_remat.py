@@ -231,11 +231,11 @@ def test_long_loop_in_a_mesh(kind):
 
         return jax.lax.scan(step, x, ws)[0]
 
-    specs = dict(in_specs=(P(), P(), P("d")), out_specs=P("d"))
+    mapped = partial(jax.shard_map, in_specs=(P(), P(), P("d")), out_specs=P("d"))
     with jax.set_mesh(mesh):
         ws, x = jax.device_put((normal(1, 36, 8, 8), normal(0, 512, 8)), (P(), P("d")))
-        around = lambda g: g(total(lambda ws, x: jax.shard_map(body, **specs)(ws, 1.5, x)))
-        inside = lambda g: total(lambda ws, x: jax.shard_map(g(body), **specs)(ws, 1.5, x))
+        around = lambda g: g(total(lambda ws, x: mapped(body)(ws, 1.5, x)))
+        inside = lambda g: total(lambda ws, x: mapped(g(body))(ws, 1.5, x))
         run = lambda f: jax.jit(jax.grad(f, (0, 1))).lower(ws, x)
         run(around(partial(remat, budget={"layer": "none"})))
         run(inside(partial(remat, budget=0.0)))

@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.core import Trace, Tracer
+from jax.core import ShapedArray, Trace, Tracer
 
 from xform._compat import DebugInfo, EqualStore, Jaxpr, Literal, Store, Unhashable, WrappedFun
 
@@ -138,7 +138,7 @@ def _key(value: Any) -> Hashable:
 
 
 # What most parameters are, and what equality alone tells apart.
-_THEMSELVES = (str, int, bool, type(None), jax.core.ShapedArray)
+_THEMSELVES = (str, int, bool, type(None), ShapedArray)
 
 
 def _captured(f: types.FunctionType) -> Hashable:
