@@ -47,9 +47,8 @@ type Rule = Callable[[Node, dict], list[Node] | None]
 
 def expand(region: Region, rules: Mapping[str, Rule]) -> Region:
     """Takes operations apart, at every depth, by the rules of a device."""
-    for node in region.nodes:
-        for inner in node.regions.values() if node.name != "pallas_call" else ():
-            expand(inner, rules)
+    for inner in region.bodies():
+        expand(inner, rules)
     shared: dict = {}
     nodes: list[Node] = []
     for node in _in_turn(region):

@@ -42,9 +42,8 @@ _MOST = 100  # instructions of one kernel
 
 def hand_over(region: Region) -> Region:
     """Puts one node in the place of what the library runs at once, at every depth."""
-    for node in region.nodes:
-        for inner in node.regions.values() if node.name != "pallas_call" else ():
-            hand_over(inner)
+    for inner in region.bodies():
+        hand_over(inner)
     _turn(region)
     _copy(region)
     _spread(region)

@@ -20,9 +20,8 @@ MASKED = "masked copies"
 
 def mask_at_once(region: Region) -> Region:
     """Puts one node in the place of masked copies that one kernel makes, at every depth."""
-    for node in region.nodes:
-        for inner in node.regions.values() if node.name != "pallas_call" else ():
-            mask_at_once(inner)
+    for inner in region.bodies():
+        mask_at_once(inner)
     if copies := [node for node in region.nodes if _is_masked_copy(node)]:
         kernels = [_kernel(group) for group in _groups(region, copies)]
         masked = {v for kernel in kernels for v in kernel.outs}

@@ -183,6 +183,12 @@ class Region:
             for region in node.regions.values():
                 yield from region.walk()
 
+    def bodies(self) -> Iterator[Region]:
+        """What its nodes run, but for kernels of the user's, which a compiler leaves alone."""
+        for node in self.nodes:
+            if node.name != "pallas_call":
+                yield from node.regions.values()
+
 
 def prune(region: Region) -> Region:
     """Leaves out what nothing needs, at every depth, as a compiler does; returns the region."""

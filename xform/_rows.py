@@ -36,9 +36,8 @@ type Readers = dict[Value, list[Node | None]]
 
 def by_rows(region: Region) -> Region:
     """Puts one node in the place of what one kernel computes of rows, at every depth."""
-    for node in region.nodes:
-        for inner in node.regions.values() if node.name != "pallas_call" else ():
-            by_rows(inner)
+    for inner in region.bodies():
+        by_rows(inner)
     readers: Readers = {}
     for node in region.nodes:
         for v in dict.fromkeys(node.ins):
