@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -209,8 +210,10 @@ train.run_from_command_line()
 """
 
 
-def start_processes(folder: Path, count: int, *flags: str) -> list[subprocess.Popen]:
-    """Starts train.py in so many processes."""
+def start_processes(
+    folder: Path, count: int, *flags: str, each: Sequence[str] = ()
+) -> list[subprocess.Popen]:
+    """Starts train.py in so many processes; `each` is a flag for each of them."""
     with socket.socket() as s:
         s.bind(("localhost", 0))
         port = s.getsockname()[1]
@@ -218,7 +221,7 @@ def start_processes(folder: Path, count: int, *flags: str) -> list[subprocess.Po
     command = [sys.executable, "-c", START, "--run", str(folder), *flags, *many]
     return [
         subprocess.Popen(
-            [*command, "--process", str(i)], cwd=ROOT, text=True,
+            [*command, *each[i : i + 1], "--process", str(i)], cwd=ROOT, text=True,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         )
         for i in range(count)
@@ -270,6 +273,17 @@ def test_a_signal_to_one_process_stops_all_after_the_same_step(tmp_path):
     assert losses_in(tmp_path / "two") == losses_in(tmp_path / "two" / "process-1")
     assert f"stopped after step {done}, which is saved" in words[0]
     assert (tmp_path / "two" / "checkpoints" / str(done)).is_dir()
+
+
+@pytest.mark.slow
+def test_processes_that_differ_all_say_so_and_end(tmp_path):
+    pytest.importorskip("tyro")
+    rates = "--learning-rate=1e-3", "--learning-rate=2e-3"
+    running = start_processes(tmp_path / "two", 2, *SMALL_RUN, *SPLIT, each=rates)
+    for rank, words in enumerate(said(running)):
+        assert f"rank {rank}: " in words
+        assert "learning_rate is 0.001 on rank 0 and 0.002 on rank 1" in words
+    assert [p.returncode for p in running] == [1, 1]
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ import json
 import os
 import re
 import sys
+import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -24,6 +25,7 @@ from xform.train.run import Stop, differences, ending
 from xform.train.watchdog import voice
 
 _waited: Counter[str] = Counter()
+_TO_SPEAK = 2.0  # seconds
 
 
 def join(coordinator: str | None, processes: int, process: int, *, seconds: float = 300.0) -> None:
@@ -149,6 +151,8 @@ def same(name: str, facts: Mapping, *, seconds: float = 600.0) -> None:
     if others := texts_up(f"{place}/others/"):
         with suppress(TimeoutError, jax.errors.JaxRuntimeError):
             wait(name, seconds=seconds)  # who keeps the texts would end before all have read them
+        if not rank:  # and the others end with it, whether or not they have said why
+            time.sleep(_TO_SPEAK)
         words = "; ".join(list(others.values())[:8])
         words += f"; and {len(others) - 8} ranks more" if len(others) > 8 else ""
         raise ValueError(
