@@ -222,7 +222,8 @@ def measure_jax(setting: Setting, make: Callable, split: bool) -> dict[str, floa
     if split:
         from xform import explain
 
-        print(explain(step)(params, state, tokens, labels), flush=True)
+        report = explain(jitted)(params, state, tokens, labels)
+        print(report, by_kernel(report), sep="\n\n", flush=True)
 
     def run(count: int) -> float:
         nonlocal params, state
@@ -238,6 +239,22 @@ def measure_jax(setting: Setting, make: Callable, split: bool) -> dict[str, floa
         times.append((time.perf_counter() - start) / CALLS)
     temporaries = memory.temp_size_in_bytes if memory else math.nan
     return dict(seconds=median(times), compile=seconds, loss=last, first=first, bytes=temporaries)
+
+
+def by_kernel(report) -> str:
+    """What each kernel of a measured step took, the dearest first."""
+    rows = []
+    for kernel in report.program.kernels:
+        ms = report.run.kernels.get(kernel.name, 0) / 1e6
+        speed = kernel.bytes * kernel.trips / ms / 1e9 if ms else 0.0
+        where = f"{kernel.op_name[-60:]:60} {kernel.line[-50:]}"
+        rows.append((ms, f"{ms:9.3f} ms {kernel.trips:4} {speed:6.2f} TB/s {kernel.kind:8}"
+                         f"{kernel.label[:24]:25}{kernel.name[:30]:31}{where}"))  # fmt: skip
+    named = {kernel.name for kernel in report.program.kernels}
+    for name, took in report.run.kernels.items():
+        if name not in named:
+            rows.append((took / 1e6, f"{took / 1e6:9.3f} ms  no instruction: {name[:100]}"))
+    return "\n".join(row for ms, row in sorted(rows, reverse=True) if ms > 0.05)
 
 
 # ---- in PyTorch ----------------------------------------------------------------------------------
