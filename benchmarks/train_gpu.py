@@ -129,9 +129,14 @@ def xform(setting: Setting) -> tuple[Callable, dict]:
             return flex_attention(q, k, v, mask_mod=causal(), deterministic=deterministic)
 
     def scan(step, x, stack):
+        raw = step
         made_again = lambda primitive, *_, **__: primitive.name != "fused"
         if setting.again:  # the loop itself keeps XLA from seeing both passes at once
             step = jax.checkpoint(step, policy=made_again, prevent_cse=False)
+        if os.environ.get("INPLACE"):
+            sys.path.insert(0, os.path.dirname(os.environ["INPLACE"]))
+            import inplace
+            return inplace.layers(raw, x, stack, made_again if setting.again else jax.checkpoint_policies.everything_saveable)
         turn = lambda x, p: (step(x, p), None)
         return jax.lax.scan(turn, x, stack, unroll=setting.unroll)[0]
 
