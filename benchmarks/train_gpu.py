@@ -54,7 +54,8 @@ class Setting:
       again: whether the backward pass makes what `fuse` made again, instead of fetching it.
       fuse: whether the model is fused.
       unroll: how many layers are one turn of the loop.
-      loss: "kernel" or "dense" (all logits at once).
+      loss: "kernel", "kept" (a kernel that keeps logits) or "dense" (all logits at once).
+      triton: whether XLA may write products itself, where it finds that faster than cuBLAS.
     """
 
     heads: int = 64
@@ -64,6 +65,7 @@ class Setting:
     fuse: bool = True
     unroll: int = 1
     loss: str = "dense"
+    triton: bool = True
     layers: int = 16
     width: int = 2048
     units: int = 8192
@@ -109,7 +111,7 @@ def xform(setting: Setting) -> tuple[Callable, dict]:
     import jax.numpy as jnp
 
     import llama
-    from xform import causal, flex_attention
+    from xform import causal, flex_attention, linear_cross_entropy
     from xform.sharding.context import ContextParallel
 
     config = llama.Config(
@@ -134,9 +136,14 @@ def xform(setting: Setting) -> tuple[Callable, dict]:
         if setting.again:  # the loop itself keeps XLA from seeing both passes at once
             step = jax.checkpoint(step, policy=made_again, prevent_cse=False)
         if os.environ.get("INPLACE"):
-            sys.path.insert(0, os.path.dirname(os.environ["INPLACE"]))
             import inplace
-            return inplace.layers(raw, x, stack, made_again if setting.again else jax.checkpoint_policies.everything_saveable)
+
+            return inplace.layers(
+                raw,
+                x,
+                stack,
+                made_again if setting.again else jax.checkpoint_policies.everything_saveable,
+            )
         turn = lambda x, p: (step(x, p), None)
         return jax.lax.scan(turn, x, stack, unroll=setting.unroll)[0]
 
@@ -145,6 +152,8 @@ def xform(setting: Setting) -> tuple[Callable, dict]:
         x, _ = llama.stream(params, tokens, ids, config, scan=scan, cp=Causal())
         if setting.loss == "dense":
             return dense_loss(x @ params["unembed"], labels)
+        if setting.loss == "kept":
+            return linear_cross_entropy(x, params["unembed"], labels, keep_logits=True).mean()
         total, count = llama.surprise(params, x, labels)
         return total / count
 
@@ -220,7 +229,8 @@ def measure_jax(setting: Setting, make: Callable, split: bool) -> dict[str, floa
         return *update(params, state, grads), value
 
     start = time.perf_counter()
-    jitted = jax.jit(step, donate_argnums=(0, 1))
+    options = {} if setting.triton else {"xla_gpu_enable_triton_gemm": False}
+    jitted = jax.jit(step, donate_argnums=(0, 1), compiler_options=options)
     compiled = jitted.lower(params, state, tokens, labels).compile()
     seconds = time.perf_counter() - start
     memory = compiled.memory_analysis()

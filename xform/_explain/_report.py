@@ -30,6 +30,8 @@ from xform.jaxpr._trace import jitted_call
 # machine may miss by half: published are 2 to 7 µs a launch, 0.6 µs a node. On a CPU, a call.
 LAUNCH_SECONDS = {"gpu": (4e-6, 0.6e-6), "cpu": (0.5e-6, 0.5e-6)}
 
+_NO_COMMAND_BUFFERS = {"xla_gpu_enable_command_buffer": ""}
+
 
 _PAGE = """<!doctype html><meta charset="utf-8"><title>xform.explain</title>
 <style>body {{font: 14px sans-serif}}</style>
@@ -319,7 +321,8 @@ def explain(
       target: A device to compile for that need not be present, such as "H200"; by default the one
         that JAX would run on. The mesh of the arguments, or of the program, is kept.
       run: Whether to run the program, `runs` + 1 times; by default where all arguments are arrays
-        and there is no target.
+        and there is no target. What is in command buffers is compiled once more without them, and
+        run so, since a profiler does not see into them.
       runs: The fastest of so many runs is reported.
 
     Raises:
@@ -349,7 +352,7 @@ def explain(
         program = read(compiled, mesh=dict(mesh.shape) if mesh else None, dump=dump)
         device, measured = known_device(program), None
         if runnable and run is not False:
-            call = _caller(jitted, compiled, args, kwargs)
+            call = _caller(jitted, _one_by_one(lowered, compiled, program), args, kwargs)
             prepare = lambda: _fresh(lowered, args, kwargs)
             class_of = lambda kernel: bound(kernel, device)[0]
             measured = measure(call, prepare, program, class_of, runs)
@@ -366,6 +369,16 @@ def _caller(jitted: Any, compiled: Compiled, args: tuple, kwargs: dict) -> Calla
     """Calls the program that was read; with static arguments, through `jit`, its like."""
     same = jax.tree.structure((args, kwargs)) == compiled.in_tree
     return lambda given: (compiled if same else jitted)(*given[0], **given[1])
+
+
+def _one_by_one(lowered: Lowered, compiled: Compiled, program: Program) -> Compiled:
+    """The program with kernels that the host starts, each an event of the profiler's.
+
+    A command buffer is one event, whatever is in it.
+    """
+    if not any(kernel.graph for kernel in program.kernels):
+        return compiled
+    return lowered.compile(compiler_options=_NO_COMMAND_BUFFERS)
 
 
 def _fresh(lowered: Lowered, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
