@@ -153,7 +153,7 @@ def xform(setting: Setting) -> tuple[Callable, dict]:
         if setting.loss == "dense":
             return dense_loss(x @ params["unembed"], labels)
         if setting.loss == "kept":
-            return linear_cross_entropy(x, params["unembed"], labels, keep_logits=True).mean()
+            return linear_cross_entropy(x, params["unembed"], labels, keep_logits=True)[0].mean()
         total, count = llama.surprise(params, x, labels)
         return total / count
 
@@ -238,7 +238,7 @@ def measure_jax(setting: Setting, make: Callable, split: bool) -> dict[str, floa
         from xform import explain
 
         report = explain(jitted)(params, state, tokens, labels)
-        print(report, by_kernel(report), sep="\n\n", flush=True)
+        print(report, by_kind(report), sep="\n\n", flush=True)
 
     def run(count: int) -> float:
         nonlocal params, state
@@ -256,20 +256,41 @@ def measure_jax(setting: Setting, make: Callable, split: bool) -> dict[str, floa
     return dict(seconds=median(times), compile=seconds, loss=last, first=first, bytes=temporaries)
 
 
-def by_kernel(report) -> str:
-    """What each kernel of a measured step took, the dearest first."""
-    rows = []
+KERNELS = ("flex_attention_backward", "flex_attention_careful", "flex_attention", "fused")
+"""Of ours, as their instructions are named."""
+
+
+def by_kind(report) -> str:
+    """A measured step by what its kernels are, the dearest kind first; loops over layers summed."""
+    module, found = report.program.module, {}
+    instructions = {n: i for c in module.computations.values() for n, i in c.instructions.items()}
     for kernel in report.program.kernels:
+        within = (module.computations[name] for name in instructions[kernel.name].calls)
+        inner = [i for c in within for i in c.instructions.values() if i.opcode == "custom-call"]
+        text = " ".join((kernel.op_name, *(i.text for i in inner)))
+        own = next((name for name in KERNELS if f"/{name}/" in text), None)
+        again = ", again" if "rematted" in text else ", backward" if "transpose(" in text else ""
+        last = kernel.op_name.rsplit("/", 1)[-1]
+        kind = "product" if kernel.work.matrix else own or f"{kernel.label} {last}"
+        row = found.setdefault(kind + again, [0.0, 0, 0, 0.0])
         ms = report.run.kernels.get(kernel.name, 0) / 1e6
-        speed = kernel.bytes * kernel.trips / ms / 1e9 if ms else 0.0
-        where = f"{kernel.op_name[-60:]:60} {kernel.line[-50:]}"
-        rows.append((ms, f"{ms:9.3f} ms {kernel.trips:4} {speed:6.2f} TB/s {kernel.kind:8}"
-                         f"{kernel.label[:24]:25}{kernel.name[:30]:31}{where}"))  # fmt: skip
+        work = kernel.work.matrix * kernel.trips
+        found[kind + again] = [
+            x + more
+            for x, more in zip(
+                row, (ms, kernel.trips, kernel.bytes * kernel.trips, work), strict=True
+            )
+        ]
     named = {kernel.name for kernel in report.program.kernels}
     for name, took in report.run.kernels.items():
         if name not in named:
-            rows.append((took / 1e6, f"{took / 1e6:9.3f} ms  no instruction: {name[:100]}"))
-    return "\n".join(row for ms, row in sorted(rows, reverse=True) if ms > 0.05)
+            found[f"(no kernel of the program) {name}"] = [took / 1e6, 1, 0, 0.0]
+    lines = [
+        f"{ms:9.2f} ms {runs:5}  {size / max(ms, 1e-9) / 1e9:6.2f} TB/s "
+        f"{work / max(ms, 1e-9) / 1e9:6.0f} TFLOP/s  {kind[:100]}"
+        for kind, (ms, runs, size, work) in sorted(found.items(), key=lambda x: -x[1][0])
+    ]
+    return "\n".join(lines[:40])
 
 
 # ---- in PyTorch ----------------------------------------------------------------------------------

@@ -79,16 +79,33 @@ def measure(
         (path,) = Path(folder).rglob("*.xplane.pb")
         planes = _planes(path)
     kinds = {kernel.name: class_of(kernel) for kernel in program.kernels}
+    owners = _owners(program)
     marks, events = [], []
     for device, name, op, start, end in planes:
+        on_device = device.startswith("/device:")
+        kernel = owners.get(op, op) if on_device else op
         if name == _MARK:
             marks.append((end - start, start, end))
-        elif op in kinds:
-            events.append(Event(device, op, kinds[op], start, end))
-        elif device.startswith("/device:") and not op:
-            events.append(Event(device, name, _class_of_name(name), start, end))
+        elif kernel in kinds:
+            events.append(Event(device, kernel, kinds[kernel], start, end))
+        elif on_device:
+            events.append(Event(device, op or name, _class_of_name(name), start, end))
     _, start, end = min(marks)
     return _split(events, start, end)
+
+
+def _owners(program: Program) -> dict[str, str]:
+    """The kernel of each instruction within one: what runs is named after that, in GPU profiles."""
+    named = {kernel.name for kernel in program.kernels}
+    computations = program.module.computations
+    every = (i for c in computations.values() for i in c.instructions.values())
+    return {
+        inner: kernel.name
+        for kernel in every
+        if kernel.name in named
+        for body in kernel.calls
+        for inner in computations[body].instructions
+    }
 
 
 def _planes(path: Path) -> list[tuple[str, str, str, int, int]]:
@@ -116,7 +133,11 @@ def _class_of_name(name: str) -> str:
     name = name.lower()
     if "nccl" in name:
         return "communication"
-    return "compute" if any(word in name for word in ("gemm", "dot", "conv", "wgmma")) else "memory"
+    return (
+        "compute"
+        if any(word in name for word in ("gemm", "dot", "conv", "wgmma", "nvjet"))
+        else "memory"
+    )
 
 
 def _split(events: Iterable[Event], start: int, end: int) -> Run:
