@@ -51,7 +51,7 @@ from xform.lowering.mosaic_gpu._call import (
     swizzle_of,
     tiled,
 )
-from xform.lowering.mosaic_gpu._in_place import in_place
+from xform.lowering.mosaic_gpu._kernel import in_place
 
 
 def backward(

@@ -27,7 +27,7 @@ from xform.lowering.mosaic_gpu._call import (
     swizzle_of,
     tiled,
 )
-from xform.lowering.mosaic_gpu._in_place import in_place
+from xform.lowering.mosaic_gpu._kernel import in_place, kernel
 
 # As many blocks as an H200 has multiprocessors: each takes its share of the rows.
 _BLOCKS = 132
@@ -43,7 +43,7 @@ def careful(call: Call, q, k, v, steps, operands, out, finite, *, interpret=None
       out: what it returned.
       finite: int32 `[1]`, 0 if a row of it is not.
     """
-    kernel = plgpu.kernel(
+    repair = kernel(
         _Careful(call).entry,
         out_type=(),
         grid=(_BLOCKS,),
@@ -56,7 +56,7 @@ def careful(call: Call, q, k, v, steps, operands, out, finite, *, interpret=None
         ),
         **({"interpret": interpret} if interpret else {}),
     )
-    _, (result,) = in_place(partial(kernel, finite, q, k, v, *steps, *operands), out)
+    _, (result,) = in_place(partial(repair, finite, q, k, v, *steps, *operands), out)
     return result
 
 

@@ -20,7 +20,7 @@ from jax import lax
 from xform.lowering._loss_fn import IGNORED, LossSpec
 from xform.lowering.mosaic_gpu import _plgpu as plgpu
 from xform.lowering.mosaic_gpu._call import LOG2E, over_rows, tiled
-from xform.lowering.mosaic_gpu._in_place import in_place
+from xform.lowering.mosaic_gpu._kernel import in_place
 from xform.lowering.mosaic_gpu._product import ROWS, WARPGROUPS, Cut, Product, Spot
 from xform.lowering.mosaic_gpu._twins import Hardware, Twin
 
