@@ -12,8 +12,8 @@ what is traced. A step is the median of three times of four in flight.
 
 `xform` is examples/llama.py: `scan` over layers, `fuse` between products, whose results the
 backward pass makes again rather than fetch them, and `flex_attention`. `xform, unrolled` has one
-layer after another, so that nothing is copied into stacks, keeps what `fuse` made and the logits,
-and has all products by cuBLAS, which is what compiles fast. Peers: the same model written plainly
+layer after another, so that nothing is copied into stacks, keeps what `fuse` made, and has all
+products by cuBLAS, which is what compiles fast. Peers: the same model written plainly
 in JAX, with cuDNN's attention, layers in a `scan` or one after another; and in PyTorch, compiled,
 with cuDNN's attention or FlexAttention.
 """
@@ -391,9 +391,7 @@ ROWS: dict[str, Callable[[Setting, bool], dict[str, float]]] = {
 
 def unrolled(setting: Setting) -> Setting:
     """What pays where layers are no loop."""
-    return dataclasses.replace(
-        setting, unroll=setting.layers, again=False, triton=False, loss="kept"
-    )
+    return dataclasses.replace(setting, unroll=setting.layers, again=False, triton=False)
 
 
 def told(row: str, setting: Setting, found: dict[str, float]) -> str:

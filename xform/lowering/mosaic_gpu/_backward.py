@@ -51,7 +51,7 @@ from xform.lowering.mosaic_gpu._call import (
     swizzle_of,
     tiled,
 )
-from xform.lowering.mosaic_gpu._kernel import in_place
+from xform.lowering.mosaic_gpu._kernel import in_place, zeros
 
 
 def backward(
@@ -84,7 +84,7 @@ def backward(
     shares = call.mma.shares(blocks)
     parts = (s.batch, s.heads, s.rows(tiles), s.qk_size // body.columns)
     parcel = call.mma.parcel(tiles.q, body.columns)
-    dq = jnp.zeros((*shares, *parts, *parcel), jnp.float32)
+    dq = zeros((*shares, *parts, *parcel), jnp.float32, like=delta)
     tickets = jnp.zeros(parts[:3], jnp.int32)
     together = body.in_turns or call.cached(s.heads, s.q_len)
     grid = call.grid(s.kv_heads, blocks, together=together)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 
 from xform.lowering.mosaic_gpu import _plgpu as plgpu
@@ -20,6 +21,16 @@ def kernel(body: Callable, **options) -> Callable:
     """Returns Pallas's kernel of the same arguments, which XLA runs as often as it is called."""
     run = plgpu.kernel(body, **options)
     return lambda *args: lax.optimization_barrier(run(*args))
+
+
+def zeros(shape: Sequence[int], dtype, like: jax.Array) -> jax.Array:
+    """Returns zeros of this call's own, for a kernel to add to; `like` is any operand of it.
+
+    XLA makes equal constants once: of those that are changed it would fetch a copy for each call,
+    which takes twice as long as to fill them.
+    """
+    zero, _ = lax.optimization_barrier((jnp.zeros((), dtype), like))
+    return jnp.broadcast_to(zero, shape)
 
 
 def in_place(run: Callable, *arrays) -> tuple[Any, Sequence]:
