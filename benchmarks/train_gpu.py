@@ -11,9 +11,11 @@ causal attention by half) at 989 TFLOP/s. Seconds to compile are those of a firs
 what is traced. A step is the median of three times of four in flight.
 
 `xform` is examples/llama.py: `scan` over layers, `fuse` between products, whose results the
-backward pass makes again rather than fetch them, and `flex_attention`. Its peers: the same model
-written plainly in JAX, with cuDNN's attention, layers in a `scan` or one after another; and in
-PyTorch, compiled, with cuDNN's attention or FlexAttention.
+backward pass makes again rather than fetch them, and `flex_attention`. `xform, unrolled` has one
+layer after another, so that nothing is copied into stacks, keeps what `fuse` made, and has all
+products by cuBLAS, which is what compiles fast. Peers: the same model written plainly
+in JAX, with cuDNN's attention, layers in a `scan` or one after another; and in PyTorch, compiled,
+with cuDNN's attention or FlexAttention.
 """
 
 # pyright: reportMissingImports=false
@@ -54,7 +56,8 @@ class Setting:
       again: whether the backward pass makes what `fuse` made again, instead of fetching it.
       fuse: whether the model is fused.
       unroll: how many layers are one turn of the loop.
-      loss: "kernel" or "dense" (all logits at once).
+      loss: "kernel", "kept" (a kernel that keeps logits) or "dense" (all logits at once).
+      triton: whether XLA may write products itself, where it finds that faster than cuBLAS.
     """
 
     heads: int = 64
@@ -64,6 +67,7 @@ class Setting:
     fuse: bool = True
     unroll: int = 1
     loss: str = "dense"
+    triton: bool = True
     layers: int = 16
     width: int = 2048
     units: int = 8192
@@ -109,7 +113,7 @@ def xform(setting: Setting) -> tuple[Callable, dict]:
     import jax.numpy as jnp
 
     import llama
-    from xform import causal, flex_attention
+    from xform import causal, flex_attention, linear_cross_entropy
     from xform.sharding.context import ContextParallel
 
     config = llama.Config(
@@ -140,6 +144,8 @@ def xform(setting: Setting) -> tuple[Callable, dict]:
         x, _ = llama.stream(params, tokens, ids, config, scan=scan, cp=Causal())
         if setting.loss == "dense":
             return dense_loss(x @ params["unembed"], labels)
+        if setting.loss == "kept":
+            return linear_cross_entropy(x, params["unembed"], labels, keep_logits=True)[0].mean()
         total, count = llama.surprise(params, x, labels)
         return total / count
 
@@ -215,14 +221,16 @@ def measure_jax(setting: Setting, make: Callable, split: bool) -> dict[str, floa
         return *update(params, state, grads), value
 
     start = time.perf_counter()
-    jitted = jax.jit(step, donate_argnums=(0, 1))
+    options = {} if setting.triton else {"xla_gpu_enable_triton_gemm": False}
+    jitted = jax.jit(step, donate_argnums=(0, 1), compiler_options=options)
     compiled = jitted.lower(params, state, tokens, labels).compile()
     seconds = time.perf_counter() - start
     memory = compiled.memory_analysis()
     if split:
         from xform import explain
 
-        print(explain(step)(params, state, tokens, labels), flush=True)
+        report = explain(jitted)(params, state, tokens, labels)
+        print(report, by_kind(report), sep="\n\n", flush=True)
 
     def run(count: int) -> float:
         nonlocal params, state
@@ -238,6 +246,43 @@ def measure_jax(setting: Setting, make: Callable, split: bool) -> dict[str, floa
         times.append((time.perf_counter() - start) / CALLS)
     temporaries = memory.temp_size_in_bytes if memory else math.nan
     return dict(seconds=median(times), compile=seconds, loss=last, first=first, bytes=temporaries)
+
+
+KERNELS = ("flex_attention_backward", "flex_attention_careful", "flex_attention", "fused")
+"""Of ours, as their instructions are named."""
+
+
+def by_kind(report) -> str:
+    """A measured step by what its kernels are, the dearest kind first; loops over layers summed."""
+    module, found = report.program.module, {}
+    instructions = {n: i for c in module.computations.values() for n, i in c.instructions.items()}
+    for kernel in report.program.kernels:
+        within = (module.computations[name] for name in instructions[kernel.name].calls)
+        inner = [i for c in within for i in c.instructions.values() if i.opcode == "custom-call"]
+        text = " ".join((kernel.op_name, *(i.text for i in inner)))
+        own = next((name for name in KERNELS if f"/{name}/" in text), None)
+        again = ", again" if "rematted" in text else ", backward" if "transpose(" in text else ""
+        last = kernel.op_name.rsplit("/", 1)[-1]
+        kind = "product" if kernel.work.matrix else own or f"{kernel.label} {last}"
+        row = found.setdefault(kind + again, [0.0, 0, 0, 0.0])
+        ms = report.run.kernels.get(kernel.name, 0) / 1e6
+        work = kernel.work.matrix * kernel.trips
+        found[kind + again] = [
+            x + more
+            for x, more in zip(
+                row, (ms, kernel.trips, kernel.bytes * kernel.trips, work), strict=True
+            )
+        ]
+    named = {kernel.name for kernel in report.program.kernels}
+    for name, took in report.run.kernels.items():
+        if name not in named:
+            found[f"(no kernel of the program) {name}"] = [took / 1e6, 1, 0, 0.0]
+    lines = [
+        f"{ms:9.2f} ms {runs:5}  {size / max(ms, 1e-9) / 1e9:6.2f} TB/s "
+        f"{work / max(ms, 1e-9) / 1e9:6.0f} TFLOP/s  {kind[:100]}"
+        for kind, (ms, runs, size, work) in sorted(found.items(), key=lambda x: -x[1][0])
+    ]
+    return "\n".join(lines[:40])
 
 
 # ---- in PyTorch ----------------------------------------------------------------------------------
@@ -336,11 +381,17 @@ def measure_torch(setting: Setting, attention: str, split: bool) -> dict[str, fl
 
 ROWS: dict[str, Callable[[Setting, bool], dict[str, float]]] = {
     "xform": lambda s, split: measure_jax(s, xform, split),
+    "xform, unrolled": lambda s, split: measure_jax(unrolled(s), xform, split),
     "plain": lambda s, split: measure_jax(s, lambda s: plain(s, unrolled=False), split),
     "plain, unrolled": lambda s, split: measure_jax(s, lambda s: plain(s, unrolled=True), split),
     "torch, cuDNN": lambda s, split: measure_torch(s, "cudnn", split),
     "torch, flex": lambda s, split: measure_torch(s, "flex", split),
 }
+
+
+def unrolled(setting: Setting) -> Setting:
+    """What pays where layers are no loop."""
+    return dataclasses.replace(setting, unroll=setting.layers, again=False, triton=False)
 
 
 def told(row: str, setting: Setting, found: dict[str, float]) -> str:
@@ -389,7 +440,7 @@ def main() -> None:
     print(heading(), flush=True)
     for heads in (64, 128):
         for row in ROWS:
-            states = ("bfloat16", "float32") if row == "xform" else ("bfloat16",)
+            states = ("bfloat16", "float32") if row.startswith("xform") else ("bfloat16",)
             for state in states:
                 own = ["--heads", str(heads), "--state", state]
                 subprocess.run([sys.executable, __file__, row, *own], check=False)

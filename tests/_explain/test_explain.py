@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 from jax.experimental import io_callback
 
-from xform import explain, no_host_gap
+from xform import explain, fuse, no_host_gap
 from xform._explain import _measure
+from xform._explain._report import _NO_COMMAND_BUFFERS
+from xform._hlo import compile_and_dump, lower_for, read
 
 P = jax.P
 
@@ -180,6 +182,30 @@ def test_for_an_accelerator_that_is_not_there():
     assert "in command buffers" in str(report)
 
 
+def test_kernels_of_a_gpu_are_told_apart_in_a_profile():
+    """A profiler sees one event of a command buffer.
+
+    Of a kernel that XLA runs on a part of a stack it has the name of what is within.
+    """
+
+    def step(w, x):
+        halve = fuse(lambda x, w: x * w[None] / (1 + jnp.sum(x * x, -1, keepdims=True)))
+        x = jax.lax.scan(lambda x, w: (halve(x, w), None), x, w)[0]
+        return [jnp.sum(jnp.sin(x @ x.T), axis=i % 2) * i for i in range(5)]
+
+    shape = lambda *s: jax.ShapeDtypeStruct(s, jnp.float32)
+    lowered = lower_for("H200", jax.jit(step), shape(4, 256), shape(64, 256))
+    found = {}
+    for options in (None, _NO_COMMAND_BUFFERS):
+        compiled, dump = compile_and_dump(lowered, options)
+        program = read(compiled, dump=dump)
+        found[any(k.graph for k in program.kernels)] = {k.name for k in program.kernels}
+    assert found[True] == found[False]
+    (part,) = [k for k in program.kernels if "dynamic_slice_fusion" in k.name]
+    within = [inner for inner, kernel in _measure._owners(program).items() if kernel == part.name]
+    assert any("mpmd_map" in inner for inner in within)
+
+
 def test_one_kernel_for_an_accelerator_is_one_launch():
     x = jax.ShapeDtypeStruct((64, 64), jnp.bfloat16)
     report = explain(lambda x, *, w: x @ w, target="H200")(x, w=x)
@@ -306,7 +332,7 @@ def test_kernels_in_a_cuda_graph_are_known_by_their_symbols():
         ("0", "while", "while.1", 0, 60),
     ]
     kinds = {"gemm_fusion_dot.6": "compute", "fusion.2": "memory", "custom-call.3": ""}
-    found = {(e.kernel, e.kind) for e in _measure._events(planes, kinds)}
+    found = {(e.kernel, e.kind) for e in _measure._events(planes, kinds, {})}
     assert found == {
         *(("gemm_fusion_dot.6", "compute"), ("fusion.2", "memory"), ("custom-call.3", "compute")),
         *(("nvjet_sm90_tst_128x256", "compute"), ("MemcpyD2D", "memory")),

@@ -19,7 +19,7 @@ from tests._fuse.subjects import (
     softmax,
     with_gradients,
 )
-from xform import FusionError, fuse, fuse_rule, precision
+from xform import FusionError, fuse, fuse_rule, precision, remat
 from xform._compat import Primitive
 from xform._fuse._region import region_of
 from xform.jaxpr import trace, walk
@@ -279,6 +279,46 @@ def test_rows_that_a_mesh_splits_stay_where_they_are(types):
         text = str(step.lower(*args).compile().as_text())
     assert "all-gather" not in text
     assert "all-to-all" not in text
+
+
+@pytest.mark.parametrize("types", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+def test_vmap_of_a_shard_map_and_jacrev_inside_of_one(types):
+    mesh = jax.make_mesh((4,), ("dp",), (types,))
+    x, w = normal(0, (3, 8, 6)), normal(1, 6)
+    local = lambda f, spec: jax.shard_map(f, mesh=mesh, in_specs=(P("dp"), P()), out_specs=spec)
+    by_row = jax.vmap(jax.jacrev(lambda x, w: fuse(norm)(x[None], w)[0]), (0, None))
+    with jax.set_mesh(mesh):
+        place = lambda *spec: jax.device_put(x[0] if len(spec) == 1 else x, P(*spec))
+        found = jax.jit(jax.vmap(local(fuse(norm), P("dp")), (0, None)))(place(None, "dp"), w)
+        slopes = jax.jit(local(by_row, P("dp")))(place("dp"), w)
+    assert_close(found, jax.vmap(norm, (0, None))(x, w))
+    assert_close(slopes, jax.vmap(jax.jacrev(lambda x: norm(x[None], w)[0]))(x[0]))
+
+
+def test_remat_keeps_kernels():
+    """Of a budget as of none: what it computes again is a kernel again."""
+    x, w = normal(0, (9, 8)), normal(1, 8)
+    loss = lambda f, x, w: jnp.sum(jnp.sin(f(f(x, w), w)))
+    wanted = jax.grad(partial(loss, norm), (0, 1))(x, w)
+    for budget in ("none", 0.0, "all"):
+        step = jax.grad(remat(partial(loss, fuse(norm)), budget=budget), (0, 1))
+        assert_close(jax.jit(step)(x, w), wanted)
+        assert len(kernels(step, x, w)) >= 4
+    step = jax.grad(jax.checkpoint(partial(loss, fuse(norm))), (0, 1))
+    assert_close(jax.jit(step)(x, w), wanted)
+
+
+def test_a_shape_is_traced_once():
+    traced = []
+
+    def f(x):
+        traced.append(x.shape)
+        return softmax(x)
+
+    step = jax.jit(fuse(f))
+    for shape in ((3, 4), (3, 4), (5, 4), (3, 4)):
+        step(normal(0, shape))
+    assert traced == [(3, 4), (5, 4)]
 
 
 @pytest.mark.parametrize("types", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])

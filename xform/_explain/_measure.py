@@ -93,7 +93,7 @@ def measure(
         planes = _planes(path)
     kinds = {kernel.name: class_of(kernel) for kernel in program.kernels}
     marks = [(end - start, start, end) for _, name, _, start, end in planes if name == _MARK]
-    events = list(_events(planes, kinds))
+    events = list(_events(planes, kinds, _owners(program)))
     _, start, end = min(marks)
     run = _split(events, start, end)
     if kinds and not run.events:
@@ -104,15 +104,18 @@ def measure(
     return run
 
 
-def _events(planes: Iterable[tuple], kinds: Mapping[str, str]) -> Iterable[Event]:
+def _events(
+    planes: Iterable[tuple], kinds: Mapping[str, str], owners: Mapping[str, str]
+) -> Iterable[Event]:
     """The kernels of a profile, each under its instruction's name, if it is of the program.
 
     Within a CUDA graph an event has the graph's instruction, and its own only as a symbol.
     """
     symbols = {_symbol(name): name for name in kinds}
     for device, name, op, start, end in planes:
-        kernel = op if op in kinds else symbols.get(name, name)
         if device.startswith("/device:"):
+            kernel = owners.get(op, op)
+            kernel = kernel if kernel in kinds else symbols.get(name, name)
             kind = kinds.get(kernel)
             kind = kind if kind in CLASSES else _class_of_name(name)
             yield Event(device, kernel, kind, start, end)
@@ -123,6 +126,20 @@ def _events(planes: Iterable[tuple], kinds: Mapping[str, str]) -> Iterable[Event
 def _symbol(instruction: str) -> str:
     """The name that XLA gives the kernel of an instruction."""
     return re.sub(r"[^A-Za-z0-9_]", "_", instruction)
+
+
+def _owners(program: Program) -> dict[str, str]:
+    """The kernel of each instruction within one: what runs is named after that, in GPU profiles."""
+    named = {kernel.name for kernel in program.kernels}
+    computations = program.module.computations
+    every = (i for c in computations.values() for i in c.instructions.values())
+    return {
+        inner: kernel.name
+        for kernel in every
+        if kernel.name in named
+        for body in kernel.calls
+        for inner in computations[body].instructions
+    }
 
 
 def _planes(path: Path) -> list[tuple[str, str, str, int, int]]:

@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,8 @@ from xform.jaxpr._trace import jitted_call
 # machine may miss by half: published are 2 to 7 µs a launch, 0.6 µs a node. On a CPU, a call.
 LAUNCH_SECONDS = {"gpu": (4e-6, 0.6e-6), "cpu": (0.5e-6, 0.5e-6)}
 
+# For kernels that the host starts one by one, each under the name of its instruction.
+_NO_COMMAND_BUFFERS = {"xla_gpu_enable_command_buffer": ""}
 
 _PAGE = """<!doctype html><meta charset="utf-8"><title>xform.explain</title>
 <style>body {{font: 14px sans-serif}}</style>
@@ -320,7 +322,8 @@ def explain(
       target: A device to compile for that need not be present, such as "H200"; by default the one
         that JAX would run on. The mesh of the arguments, or of the program, is kept.
       run: Whether to run the program, `runs` + 1 times; by default where all arguments are arrays
-        and there is no target.
+        and there is no target. A program with command buffers, in which a profiler does not see
+        whose a library's kernel is, is compiled and run once more without them, for its lines.
       runs: The fastest of so many runs is reported.
 
     Raises:
@@ -351,11 +354,16 @@ def explain(
         program = read(compiled, mesh=dict(mesh.shape) if mesh else None, dump=dump)
         device, measured = known_device(program), None
         if runnable and run is not False:
-            call = _caller(jitted, compiled, args, kwargs)
             prepare = lambda: _fresh(lowered, args, kwargs)
             class_of = lambda kernel: bound(kernel, device)[0]
+            time = lambda compiled: measure(
+                _caller(jitted, compiled, args, kwargs), prepare, program, class_of, runs
+            )
             try:
-                measured = measure(call, prepare, program, class_of, runs)
+                measured = time(compiled)
+                if any(kernel.graph for kernel in program.kernels):
+                    alone = time(lowered.compile(compiler_options=_NO_COMMAND_BUFFERS))
+                    measured = replace(measured, kernels=alone.kernels, counts=alone.counts)
             except NothingSeen as problem:
                 if run:
                     raise

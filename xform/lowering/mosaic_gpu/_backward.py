@@ -51,6 +51,7 @@ from xform.lowering.mosaic_gpu._call import (
     swizzle_of,
     tiled,
 )
+from xform.lowering.mosaic_gpu._kernel import in_place, zeros
 
 
 def backward(
@@ -83,15 +84,15 @@ def backward(
     shares = call.mma.shares(blocks)
     parts = (s.batch, s.heads, s.rows(tiles), s.qk_size // body.columns)
     parcel = call.mma.parcel(tiles.q, body.columns)
-    dq = jax.new_ref(jnp.zeros((*shares, *parts, *parcel), jnp.float32))
-    tickets = jax.new_ref(jnp.zeros(parts[:3], jnp.int32))
+    dq = zeros((*shares, *parts, *parcel), jnp.float32, like=delta)
+    tickets = jnp.zeros(parts[:3], jnp.int32)
     together = body.in_turns or call.cached(s.heads, s.q_len)
     grid = call.grid(s.kv_heads, blocks, together=together)
     out = (*(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (k, v)), *[column] * sums)
     run = launch(body.entry, "flex_attention_backward", body.computing, out, grid, interpret)
     arrays = (q, k, v, d_out, base, norm, delta, *steps, *operands)
-    dk, dv, *columns = run(*arrays, dq, tickets)
-    total = dq[...].sum(0) if shares else dq[...]
+    (dk, dv, *columns), (dq, _) = in_place(functools.partial(run, *arrays), dq, tickets)
+    total = dq.sum(0) if shares else dq
     total = call.mma.unpacked(total, tiles.q, body.columns)  # [B,H,R,n,q,D/n]
     total = total.transpose(0, 2, 4, 1, 3, 5).reshape(s.batch, -1, *q.shape[2:])
     return total[:, : q.shape[1]], dk, dv, columns

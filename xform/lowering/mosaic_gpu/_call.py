@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from xform.lowering.mosaic_gpu import _plgpu as plgpu
+from xform.lowering.mosaic_gpu._kernel import kernel
 from xform.lowering.mosaic_gpu._ops import evaluate
 from xform.lowering.mosaic_gpu._program import (
     BAND,
@@ -445,7 +446,7 @@ def launch(body: Callable, name: str, warpgroups: int, out_type: tuple, grid: di
       grid: the arguments of `plgpu.kernel` that say how many blocks there are.
       interpret: parameters of the interpreter, or None.
     """
-    return plgpu.kernel(
+    return kernel(
         body,
         out_type=out_type,
         **grid,

@@ -11,8 +11,8 @@ Slow, and seldom run: one warpgroup loads and computes, one tile after the other
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -27,6 +27,7 @@ from xform.lowering.mosaic_gpu._call import (
     swizzle_of,
     tiled,
 )
+from xform.lowering.mosaic_gpu._kernel import in_place, kernel
 
 # As many blocks as an H200 has multiprocessors: each takes its share of the rows.
 _BLOCKS = 132
@@ -42,8 +43,7 @@ def careful(call: Call, q, k, v, steps, operands, out, finite, *, interpret=None
       out: what it returned.
       finite: int32 `[1]`, 0 if a row of it is not.
     """
-    result = jax.new_ref(out)
-    plgpu.kernel(
+    repair = kernel(
         _Careful(call).entry,
         out_type=(),
         grid=(_BLOCKS,),
@@ -55,8 +55,9 @@ def careful(call: Call, q, k, v, steps, operands, out, finite, *, interpret=None
             approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane
         ),
         **({"interpret": interpret} if interpret else {}),
-    )(finite, q, k, v, *steps, *operands, result)
-    return result[...]
+    )
+    _, (result,) = in_place(partial(repair, finite, q, k, v, *steps, *operands), out)
+    return result
 
 
 @dataclasses.dataclass(frozen=True)

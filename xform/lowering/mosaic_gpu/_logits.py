@@ -20,6 +20,7 @@ from jax import lax
 from xform.lowering._loss_fn import IGNORED, LossSpec
 from xform.lowering.mosaic_gpu import _plgpu as plgpu
 from xform.lowering.mosaic_gpu._call import LOG2E, over_rows, tiled
+from xform.lowering.mosaic_gpu._kernel import in_place
 from xform.lowering.mosaic_gpu._product import ROWS, WARPGROUPS, Cut, Product, Spot
 from xform.lowering.mosaic_gpu._twins import Hardware, Twin
 
@@ -143,9 +144,9 @@ def add(call: Logits, total, cts, w, first, *, interpret=None) -> jax.Array:
         len(cts), call.size, cts.shape[1], 1 - dim, call.dtypes, call.cut, call.mma,
         _Added(call), dim,
     )  # fmt: skip
-    result = jax.new_ref(total)
-    product([], cts, w, first, result, interpret=interpret)
-    return result[...]
+    run = functools.partial(product, [], cts, w, first, interpret=interpret)
+    _, (result,) = in_place(run, total)
+    return result
 
 
 @dataclasses.dataclass(frozen=True)

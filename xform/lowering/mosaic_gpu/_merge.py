@@ -16,6 +16,7 @@ from jax import lax
 
 from xform.lowering.mosaic_gpu import _plgpu as plgpu
 from xform.lowering.mosaic_gpu._call import int32
+from xform.lowering.mosaic_gpu._kernel import kernel
 
 # Threads of a warpgroup, which share a vector, and parts that are on their way at a time.
 _THREADS, _AHEAD = 128, 8
@@ -40,7 +41,7 @@ def merge(acc, top, total, rows: int, dtype, *, interpret=None):
     shape = (batch, heads, blocks * together)
     struct = jax.ShapeDtypeStruct
     out = struct((batch, heads, shape[2] * size), dtype)
-    run = plgpu.kernel(
+    run = kernel(
         _Merge(parts, together, size).entry,
         out_type=(out, struct(shape, jnp.float32), struct(shape, jnp.float32)),
         grid=(batch, heads, blocks),

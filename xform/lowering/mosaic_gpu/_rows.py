@@ -26,6 +26,7 @@ from xform.lowering._contract import wide_of
 from xform.lowering._region import Region, type_of
 from xform.lowering._row_end import WHOLE, Split, finished
 from xform.lowering.mosaic_gpu import _plgpu as plgpu
+from xform.lowering.mosaic_gpu._kernel import kernel
 from xform.lowering.mosaic_gpu._row_geometry import CUTS, Geometry, Place, geometry_of, misfits
 from xform.lowering.mosaic_gpu._row_memory import Hardware, Spot, Twin
 from xform.lowering.mosaic_gpu._row_passes import joined, passes, without
@@ -180,7 +181,7 @@ class _Kernel:
         ]
         if self.region.sums:
             sizes.append((self.blocks * self.sum_size, jnp.dtype(jnp.float32)))
-        run = plgpu.kernel(
+        run = kernel(
             self._body,
             out_type=tuple(jax.ShapeDtypeStruct((n,), dtype) for n, dtype in sizes),
             grid=(self.blocks,), grid_names=("block",), kernel_name="fused",
