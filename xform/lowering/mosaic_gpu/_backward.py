@@ -31,7 +31,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from typing import ClassVar
 
 import jax
@@ -40,7 +39,6 @@ from jax import lax
 
 from xform.lowering.mosaic_gpu import _plgpu as plgpu
 from xform.lowering.mosaic_gpu._call import (
-    LOG2E,
     Call,
     Place,
     Walk,
@@ -51,6 +49,7 @@ from xform.lowering.mosaic_gpu._call import (
     swizzle_of,
     tiled,
 )
+from xform.lowering.mosaic_gpu._derivative import modified, seen, weights
 
 
 def backward(
@@ -409,11 +408,8 @@ class Backward:
             mma.column(smem[name].at[slot]), call.shape, [1]
         )
         values = call.values(own[0], smem["vectors"], slot, own[1])
-        t_tile, slope, *numbers = self._modified(s_tile, place, values)
-        p = jnp.exp2(t_tile - per_query("base")) * per_query("norm")
-        # A row whose cotangent was not finite has such a delta, and tells by it.
-        hide = lambda p: jnp.where(call.visible(place, values), p + 0 * per_query("delta"), 0.0)
-        p = self._where(partial, p, hide)
+        t_tile, slope, *numbers = modified(call, s_tile, place, values)
+        p = weights(call, t_tile, partial, place, values, per_query)
         kept = None
         if call.programs.dropout is not None:
             kept = call.run(call.programs.dropout, place, values)
@@ -425,10 +421,8 @@ class Backward:
         dp = read()
         dp = dp if kept is None else dp * kept
         ds = p * (dp + per_query("delta"))
-        # What a weight of 0 multiplies counts for nothing, NaN included.
-        seen = lambda x: self._where(partial, x, lambda x: jnp.where(p == 0.0, 0.0, x))
-        sums = [seen(ds * x).sum(axis=1) for x in numbers]
-        return seen(ds * slope if numbers else ds).astype(call.narrow), sums
+        sums = [seen(call, partial, p, ds * x).sum(axis=1) for x in numbers]
+        return seen(call, partial, p, ds * slope if numbers else ds).astype(call.narrow), sums
 
     def _clean(self, tile):
         """Puts 0 where a tile is not finite.
@@ -456,20 +450,6 @@ class Backward:
 
         if self.call.programs.mask is not None:
             plgpu.when(partial)(clean)
-
-    def _modified(self, s_tile, place: Place, values):
-        """The modified scores as exponents of 2, their derivative by the score, and by the rest."""
-        programs = self.call.programs
-        if programs.score is None:
-            return s_tile * (programs.scale * LOG2E), None
-        t_tile, slope, *numbers = self.call.run_all(
-            programs.score, place, values, s_tile * programs.scale
-        )
-        return t_tile * LOG2E, slope, *numbers
-
-    def _where(self, partial, x, masked: Callable):
-        """`masked(x)` where the tile is partial."""
-        return lax.cond(partial, masked, lambda x: x, x) if self.call.masked else x
 
     def _products(self, i, ds, warpgroup, slot, dk_acc, smem: dict):
         """Adds a tile to dK and dQ."""

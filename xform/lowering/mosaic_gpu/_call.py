@@ -29,7 +29,7 @@ LOG2E = math.log2(math.e)
 # Bytes of an H200's second-level cache, less what else passes through it.
 _CACHE = 40 * 2**20
 # Of an H200 and an H100. Where there are fewer, some blocks wait for others to end.
-_MULTIPROCESSORS = 132
+MULTIPROCESSORS = 132
 # Elements that one bulk copy moves along a dimension.
 _LONGEST_COPY = 256
 
@@ -114,7 +114,7 @@ class Share:
 
     @property
     def blocks(self) -> int:
-        return min(_MULTIPROCESSORS, self.places)
+        return min(MULTIPROCESSORS, self.places)
 
     @property
     def grid(self) -> dict:
@@ -171,6 +171,13 @@ class Place:
     q0: jax.Array
     k0: jax.Array
     kept: Kept | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Found:
+    """In place of an array that a tile looks something up in: what it has found."""
+
+    tile: jax.Array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -300,6 +307,32 @@ class Call:
             for ref, operand in zip(refs, self.operands, strict=True)
         ]
 
+    def found(self, refs, held: list, b, head, place: Place, heads: str) -> list:
+        """`held`, with what is looked up where no index differs along other heads than `heads`.
+
+        For a tile that stays where it is while the batch, or the head, varies.
+        """
+        values = list(held)
+        for n, operand in enumerate(self.operands):
+            if operand.lookup is None:
+                continue
+            at = range(n + 1, n + 1 + len(operand.lookup.classes))
+            if all(self.operands[i].stays(heads) for i in at):
+                rows = [self._row(refs[i], held[i], i, b, head, place) for i in at]
+                tile = self.mma.lookup(refs[n], operand.lookup, rows, self.shape, operand.stored)
+                values[n] = Found(tile)
+        return values
+
+    def _row(self, ref, held, n: int, b, head, place: Place):
+        """Operand `n` over a tile, if it moves from global memory."""
+        operand = self.operands[n]
+        if operand.pair == self.moving:
+            start = place.q0 if operand.pair == ROW else place.k0
+            held = self.mma.vector(
+                ref.at[*lead(ref, b, head), plgpu.ds(start, self.shape[1])], 0
+            )
+        return self._spread(held, operand)
+
     def values(self, held: list, buffers, slot, offset) -> list:
         """All operands for one tile, which starts at `offset` of what the block owns."""
         values = list(held)
@@ -406,7 +439,10 @@ class Call:
             if operand.lookup is not None:
                 count = len(operand.lookup.classes)
                 at, left = [self._spread(*pair) for pair in left[:count]], left[count:]
-                x = self.mma.lookup(x, operand.lookup, at, self.shape, operand.stored)
+                looked_up = isinstance(x, Found)
+                x = x.tile if looked_up else self.mma.lookup(
+                    x, operand.lookup, at, self.shape, operand.stored
+                )
             taken.append(self._spread(x, operand))
         return taken
 
