@@ -262,9 +262,7 @@ class Pairs:
 
         zero = lambda: plgpu.layout_cast(jnp.zeros(call.shape, jnp.float32), plgpu.Layout.WGMMA)
         sums = lax.fori_loop(0, block.count, step, tuple(zero() for _ in range(self.sums)))
-        place_of = lambda ref: ref.at[
-            block.unit, plgpu.ds(place.k0, t.kv), plgpu.ds(place.q0, t.q)
-        ]
+        place_of = lambda ref: ref.at[block.unit, plgpu.ds(place.k0, t.kv), plgpu.ds(place.q0, t.q)]
         buffer = smem["sum"].at[warpgroup]
         for tile, ref in zip(sums, results, strict=True):
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)

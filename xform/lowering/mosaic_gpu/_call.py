@@ -328,9 +328,7 @@ class Call:
         operand = self.operands[n]
         if operand.pair == self.moving:
             start = place.q0 if operand.pair == ROW else place.k0
-            held = self.mma.vector(
-                ref.at[*lead(ref, b, head), plgpu.ds(start, self.shape[1])], 0
-            )
+            held = self.mma.vector(ref.at[*lead(ref, b, head), plgpu.ds(start, self.shape[1])], 0)
         return self._spread(held, operand)
 
     def values(self, held: list, buffers, slot, offset) -> list:
@@ -440,8 +438,10 @@ class Call:
                 count = len(operand.lookup.classes)
                 at, left = [self._spread(*pair) for pair in left[:count]], left[count:]
                 looked_up = isinstance(x, Found)
-                x = x.tile if looked_up else self.mma.lookup(
-                    x, operand.lookup, at, self.shape, operand.stored
+                x = (
+                    x.tile
+                    if looked_up
+                    else self.mma.lookup(x, operand.lookup, at, self.shape, operand.stored)
                 )
             taken.append(self._spread(x, operand))
         return taken

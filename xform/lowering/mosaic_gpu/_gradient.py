@@ -243,9 +243,7 @@ class _Inputs:
         )
         extra = -self.q_len % tiles.rows
         per_row = lambda x: jnp.pad(x.swapaxes(1, 2), [(0, 0), (0, 0), (0, extra)])
-        sizes = Sizes(
-            q.shape[0], *lengths, q.shape[2], k.shape[2], q.shape[-1], v.shape[-1], batch
-        )
+        sizes = Sizes(q.shape[0], *lengths, q.shape[2], k.shape[2], q.shape[-1], v.shape[-1], batch)
         call = Call(
             sizes, Programs(*mods.programs, spec.scale), tiles, q.dtype, q.dtype,
             bool(steps), Twin() if interpret else Hardware(),
