@@ -109,20 +109,28 @@ def gradient_misfits(fn: TileFn, operands: Sequence) -> list[str]:
         pair = class_of_read(gradient.reads[n]).pair
         if pair not in (SCALAR, COL):
             wrong.append(f"the gradient of an array that is read per {_PER[pair]}")
-    groups = zip(gradient.spec.reads, operands[_CAPTURES:], strict=False)
+    wrong += _ill_paired(gradient, q_shape, kv_len, operands[_CAPTURES:])
+    return list(dict.fromkeys(wrong))
+
+
+def _ill_paired(gradient: Gradient, q_shape, kv_len: int, captures: Sequence) -> list[str]:
+    """Why the kernel of pairs can't sum what pairs read, or should not, for the room it takes."""
+    *hidden, batch, q_len, heads, _ = q_shape
+    sizes, wrong = {"b": batch, "h": heads}, []
+    groups = zip(gradient.spec.reads, captures, strict=False)
     arrays = [array for group, array in groups for _ in group]
-    for heads, reads in gradient.by_pair.items():
-        sizes = {"b": q_shape[-4], "h": q_shape[-2]}
-        count = q_shape[-3] * kv_len * math.prod(sizes[x] for x in heads)
+    for differ, reads in gradient.by_pair.items():
+        pairs = q_len * kv_len * math.prod(sizes[x] for x in differ)
         for n in reads:
+            numbers = math.prod(arrays[n].shape[len(hidden) :])
             if of_read(gradient.reads[n], arrays[n].dtype) is None:
-                wrong.append("the gradient of an array that is read where query and key are mixed")
-            elif count > _ROOM * arrays[n].size:
+                wrong.append("the gradient of an array at an index that mixes query and key")
+            elif pairs > _ROOM * numbers:
                 wrong.append(
                     "the gradient of an array that is read per query and key, and has "
-                    f"{arrays[n].size} numbers where there are {count} such pairs"
+                    f"{numbers} numbers where there are {pairs} pairs"
                 )
-    return list(dict.fromkeys(wrong))
+    return wrong
 
 
 def _crowded(gradient: Gradient, qk_size: int, v_size: int) -> list[str]:
