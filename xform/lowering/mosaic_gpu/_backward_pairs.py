@@ -151,7 +151,6 @@ class Pairs:
             "norm": of_queries,
             "delta": of_queries,
             "vectors": call.vector_buffers(n),
-            "sum": tiled((groups, t.kv, t.q), jnp.float32),
             "full": plgpu.Barrier(num_barriers=n, num_arrivals=5 + 2 * groups + call.copies),
             "free": plgpu.Barrier(num_barriers=n, num_arrivals=groups),
             "accumulators": {"s": accumulators(), "dp": accumulators()},
@@ -262,14 +261,8 @@ class Pairs:
 
         zero = lambda: plgpu.layout_cast(jnp.zeros(call.shape, jnp.float32), plgpu.Layout.WGMMA)
         sums = lax.fori_loop(0, block.count, step, tuple(zero() for _ in range(self.sums)))
-        place_of = lambda ref: ref.at[block.unit, plgpu.ds(place.k0, t.kv), plgpu.ds(place.q0, t.q)]
-        buffer = smem["sum"].at[warpgroup]
         for tile, ref in zip(sums, results, strict=True):
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            buffer[...] = tile
-            plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(buffer, place_of(ref))
-        plgpu.wait_smem_to_gmem(0)
+            ref[block.unit, plgpu.ds(place.k0, t.kv), plgpu.ds(place.q0, t.q)] = tile
 
     def _own(self, operands, held: list, b, head, k0) -> list:
         """The operands of an entry: those of the first, but for what differs."""

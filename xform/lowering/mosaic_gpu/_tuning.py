@@ -187,6 +187,5 @@ def pair_tiles_of(
     operands = [operand for program in programs if program for operand in program.operands]
     stage = 2 * (tiles.rows + tiles.cols) * (qk_size + v_size)
     stage += 4 * (3 * tiles.rows + sum(width.get(operand.pair, 0) for operand in operands))
-    room = _SHARED - _UNIT - 4 * tiles.rows * tiles.cols
-    stages = min(room // stage, _MOST_STAGES)
+    stages = min((_SHARED - 4 * _UNIT) // stage, _MOST_STAGES)
     return dataclasses.replace(tiles, stages=stages) if stages else None
