@@ -377,19 +377,21 @@ class Backward:
                 plgpu.barrier_wait(smem["do_full"].at[slot])
                 self._clean_shared(partial, warpgroup, do_tile, smem)
                 mma.qk(dp_acc, smem["v"].at[w], do_tile)
+                # What is looked up is loaded while the products run.
+                own = call.values(held, smem["vectors"], slot, warpgroup * call.tiles.kv)
+                values = call.found(own)
                 s_tile = mma.read(s_acc, 1, q_tile)  # dP' still runs; dK of the last step is done
                 free = functools.partial(self._free_queries, last, 1, smem)
                 plgpu.when(i > 0)(free)
                 read = lambda: mma.read(dp_acc, 1, smem["v"].at[w])  # dV still runs
-                own = held, warpgroup * call.tiles.kv
-                return self._weigh(s_tile, read, slot, partial, place, own, dv_acc, smem)
+                return self._weigh(s_tile, read, slot, partial, place, values, dv_acc, smem)
 
             return mma.scoped(derivatives, buffers["dp"], warpgroup, shape)
 
         return mma.scoped(scores, buffers["s"], warpgroup, shape)
 
     def _weigh(
-        self, s_tile, read, slot, partial, place: Place, own, dv_acc, smem: dict, *, ready=None
+        self, s_tile, read, slot, partial, place: Place, values, dv_acc, smem: dict, *, ready=None
     ):
         """Makes dS' of a tile, and what it adds to the sums; issues dV.
 
@@ -397,8 +399,7 @@ class Backward:
           s_tile: S'.
           read: returns dP'.
           slot: where the queries are.
-          partial, place: of the tile.
-          own: of the operands what stays, and where in the block the warpgroup's keys begin.
+          partial, place, values: of the tile, as of `weights`.
           dv_acc: the accumulator of dV.
           smem: shared memory.
           ready: waits until dO may be read.
@@ -407,7 +408,6 @@ class Backward:
         per_query = lambda name: lax.broadcast_in_dim(
             mma.column(smem[name].at[slot]), call.shape, [1]
         )
-        values = call.values(own[0], smem["vectors"], slot, own[1])
         t_tile, slope, *numbers = modified(call, s_tile, place, values)
         p = weights(call, t_tile, partial, place, values, per_query)
         kept = None

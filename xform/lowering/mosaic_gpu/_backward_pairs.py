@@ -248,7 +248,8 @@ class Pairs:
         offset = warpgroup * t.kv
         place = Place(block.row * t.rows, block.col * t.cols + offset)
         held = call.held(operands, block.b, block.head, place.k0)
-        held = call.found(operands, held, block.b, block.head, place, self.heads)
+        held = call.at_rest(operands, held, block.b, block.head, place)
+        held = call.found(held, self.heads)
 
         def step(i, sums):
             slot = lax.rem(i, int32(t.stages))

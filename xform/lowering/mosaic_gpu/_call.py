@@ -307,29 +307,30 @@ class Call:
             for ref, operand in zip(refs, self.operands, strict=True)
         ]
 
-    def found(self, refs, held: list, b, head, place: Place, heads: str) -> list:
-        """`held`, with what is looked up where no index differs along other heads than `heads`.
-
-        For a tile that stays where it is while the batch, or the head, varies.
-        """
+    def at_rest(self, refs, held: list, b, head, place: Place) -> list:
+        """`held`, with the vectors of what moves: of one tile, from global memory."""
         values = list(held)
-        for n, operand in enumerate(self.operands):
-            if operand.lookup is None:
-                continue
-            at = range(n + 1, n + 1 + len(operand.lookup.classes))
-            if all(self.operands[i].stays(heads) for i in at):
-                rows = [self._row(refs[i], held[i], i, b, head, place) for i in at]
-                tile = self.mma.lookup(refs[n], operand.lookup, rows, self.shape, operand.stored)
-                values[n] = Found(tile)
+        start = place.q0 if self.moving == ROW else place.k0
+        for n in self.vectors:
+            if self.operands[n].pair == self.moving:
+                unit = lead(refs[n], b, head)
+                part = refs[n].at[*unit, plgpu.ds(start, self.shape[1])]
+                values[n] = self.mma.vector(part, 0)
         return values
 
-    def _row(self, ref, held, n: int, b, head, place: Place):
-        """Operand `n` over a tile, if it moves from global memory."""
-        operand = self.operands[n]
-        if operand.pair == self.moving:
-            start = place.q0 if operand.pair == ROW else place.k0
-            held = self.mma.vector(ref.at[*lead(ref, b, head), plgpu.ds(start, self.shape[1])], 0)
-        return self._spread(held, operand)
+    def found(self, values: list, heads: str = "bh") -> list:
+        """Values, with what is looked up in the place of the arrays that it is looked up in.
+
+        Of those whose indices differ along no other heads than these.
+        """
+        found = list(values)
+        for n, operand in enumerate(self.operands):
+            if operand.lookup is not None:
+                at = slice(n + 1, n + 1 + len(operand.lookup.classes))
+                indices = list(zip(values[at], self.operands[at], strict=True))
+                if all(index.stays(heads) for _, index in indices):
+                    found[n] = Found(self._look_up(values[n], operand, indices))
+        return found
 
     def values(self, held: list, buffers, slot, offset) -> list:
         """All operands for one tile, which starts at `offset` of what the block owns."""
@@ -436,15 +437,16 @@ class Call:
             x, operand = left.pop(0)
             if operand.lookup is not None:
                 count = len(operand.lookup.classes)
-                at, left = [self._spread(*pair) for pair in left[:count]], left[count:]
-                looked_up = isinstance(x, Found)
-                x = (
-                    x.tile
-                    if looked_up
-                    else self.mma.lookup(x, operand.lookup, at, self.shape, operand.stored)
-                )
+                x, left = self._look_up(x, operand, left[:count]), left[count:]
             taken.append(self._spread(x, operand))
         return taken
+
+    def _look_up(self, x, operand: Operand, indices: list):
+        """What is found in an array, at the indices that are its next operands."""
+        if isinstance(x, Found):
+            return x.tile
+        at = [self._spread(*index) for index in indices]
+        return self.mma.lookup(x, operand.lookup, at, self.shape, operand.stored)
 
     def _true_index(self, start, pair: str, dtype):
         """The indices of a tile, those of the padding clipped to the last one."""
