@@ -53,7 +53,7 @@ from xform.lowering.mosaic_gpu._derivative import modified, seen, weights
 
 
 def backward(
-    body: Backward, q, k, v, d_out, base, norm, delta, steps, operands, *,
+    body: Backward, q, k, v, d_out, statistics, steps, operands, *,
     interpret=None,
 ):  # fmt: skip
     """Runs the kernel.
@@ -62,9 +62,9 @@ def backward(
       body: of the kernel.
       q, k, v: as above, bfloat16 or float16.
       d_out: the cotangent of `sum_j p_ij v_j`, `[B,T,H,V]`, of the same dtype.
-      base: what exponents of 2 are relative to, `[B,H,T]`, T rounded up to whole tiles.
-      norm: the inverse of the sum of the exponentials, `[B,H,T]`, 0 for a row that there is not.
-      delta: the cotangent of `sum_j p_ij`, `[B,H,T]`.
+      statistics: three of each row, `[B,H,T]`, T rounded up to whole tiles. `base`, what exponents
+        of 2 are relative to; `norm`, the inverse of the sum of the exponentials, 0 for a row that
+        there is not; `delta`, the cotangent of `sum_j p_ij`.
       steps: `(order [U,W,C], count [U,W,C,2], entries [U,W,C,N], turns [U,W,C,N])`, int32: see
         `forward`, for the tiles of queries, of all heads of a group, that each block of keys walks
         along; and when it is a block's turn to add to each. Empty where all tiles are full.
@@ -88,7 +88,7 @@ def backward(
     grid = call.grid(s.kv_heads, blocks, together=together)
     out = (*(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (k, v)), *[column] * sums)
     run = launch(body.entry, "flex_attention_backward", body.computing, out, grid, interpret)
-    arrays = (q, k, v, d_out, base, norm, delta, *steps, *operands)
+    arrays = (q, k, v, d_out, *statistics, *steps, *operands)
     dk, dv, *columns = run(*arrays, dq, tickets)
     total = dq[...].sum(0) if shares else dq[...]
     total = call.mma.unpacked(total, tiles.q, body.columns)  # [B,H,R,n,q,D/n]

@@ -45,13 +45,13 @@ _MOST_PARTS = 8
 
 
 def backward_pairs(
-    body: Pairs, q, k, v, d_out, base, norm, delta, kinds, operands, *, interpret=None
+    body: Pairs, q, k, v, d_out, statistics, kinds, operands, *, interpret=None
 ) -> list[jax.Array]:
     """Runs the kernel.
 
     Args:
       body: of the kernel.
-      q, k, v, d_out, base, norm, delta, operands, interpret: as of `backward`.
+      q, k, v, d_out, statistics, operands, interpret: as of `backward`.
       kinds: `[U,W,R,C]`, int32: 0 for a tile without a visible pair, 1 where the mask is needed.
         Empty where all tiles are full.
 
@@ -68,7 +68,7 @@ def backward_pairs(
     grid = {"grid": (body.parts * units, rows, cols), "grid_names": ("unit", "row", "col")}
     name = "flex_attention_backward_pairs"
     run = launch(body.entry, name, tiles.warpgroups, (out,) * body.sums, grid, interpret)
-    sums = run(q, k, v, d_out, base, norm, delta, *kinds, *operands)
+    sums = run(q, k, v, d_out, *statistics, *kinds, *operands)
     split = lambda x: x.reshape(body.parts, *body.units, *x.shape[1:])
     return [split(x).sum(0) for x in sums]
 

@@ -445,6 +445,7 @@ class Call:
         """What is found in an array, at the indices that are its next operands."""
         if isinstance(x, Found):
             return x.tile
+        assert operand.lookup is not None
         at = [self._spread(*index) for index in indices]
         return self.mma.lookup(x, operand.lookup, at, self.shape, operand.stored)
 

@@ -229,7 +229,7 @@ class _Inputs:
     k: jax.Array
     v: jax.Array
     d_out: jax.Array
-    statistics: tuple[jax.Array, ...]
+    statistics: tuple[jax.Array, jax.Array, jax.Array]
     captures: Sequence[jax.Array]
     context: Sequence[jax.Array]
     origin: Sequence
@@ -256,7 +256,7 @@ class _Inputs:
             sizes, Programs(*mods.programs, spec.scale), tiles, q.dtype, q.dtype,
             bool(steps), Twin() if interpret else Hardware(),
         )  # fmt: skip
-        return call, tuple(map(per_row, self.statistics)), steps, operands
+        return call, [per_row(x) for x in self.statistics], steps, operands
 
 
 def _gradient(
@@ -270,15 +270,15 @@ def _gradient(
     (q, top, norm, k, v, *captures, d_sum, d_one), context = (
         arrays[:n_operands], arrays[n_operands:],
     )  # fmt: skip
-    size, v_size = q.shape[-1], v.shape[-1]
+    size, v_size, lengths = q.shape[-1], v.shape[-1], (q.shape[1], k.shape[1])
     mods_batch = q.shape[0] if mods_batch is None else mods_batch
     if spec.score is not None:
         norm = norm * jnp.exp2(-_attend.residue(top))
+    q, k = (_attend.padded(x, _COLUMNS) for x in (q, k))
+    v, d_out = (_attend.padded(x) for x in (v, d_sum.astype(v.dtype)))
+    statistics = base(top) * LOG2E, norm, d_one
     inputs = _Inputs(
-        *(_attend.padded(x, _COLUMNS) for x in (q, k)),
-        *(_attend.padded(x) for x in (v, d_sum.astype(v.dtype))),
-        (base(top) * LOG2E, norm, d_one),
-        captures, context, origin, mods_batch, q.shape[1], k.shape[1],
+        q, k, v, d_out, statistics, captures, context, origin, mods_batch, *lengths
     )  # fmt: skip
     dq, dk, dv, loads = _by_keys(
         gradient, block_map, inputs, tiles or backward_tiles_of(size, v_size), interpret
@@ -322,7 +322,7 @@ def _by_keys(gradient: Gradient, block_map, inputs: _Inputs, tiles: Tiles, inter
     kind = Wide if tiles.warpgroups == 1 else Narrow if narrow else Backward
     body = kind(call, len(wanted), in_turns=spec.deterministic)
     dq, dk, dv, columns = backward(
-        body, q, k, v, inputs.d_out, *statistics, steps, operands, interpret=interpret
+        body, q, k, v, inputs.d_out, statistics, steps, operands, interpret=interpret
     )
     dq = (dq * spec.scale)[:, : inputs.q_len]
     dk, dv = (x[:, : inputs.kv_len] for x in (dk, dv))
@@ -349,7 +349,7 @@ def _by_pairs(
         gradient.spec, programs, tiles, lists, interpret
     )
     sums = backward_pairs(
-        Pairs(call, heads, len(reads)), q, k, v, inputs.d_out, *statistics, kinds, operands,
+        Pairs(call, heads, len(reads)), q, k, v, inputs.d_out, statistics, kinds, operands,
         interpret=interpret,
     )  # fmt: skip
     return [x[..., : inputs.kv_len, : inputs.q_len].swapaxes(-1, -2) for x in sums]
