@@ -269,7 +269,7 @@ def which(
         read = (x for x, moves in zip(captures, moving[5:], strict=True) if moves)
         shapes = [*(x.shape[3:] for x in (q, k, v)), *(x.shape for x in read)]
         fn = Transpose(Jvp(Attend(spec), moving), linear, tuple(shapes))
-        choice = choose_for_sum(asked, fn, (q, None, None, k, v), device)
+        choice = choose_for_sum(asked, fn, (q, None, None, k, v, *captures), device)
     else:
         choice = choose(asked, spec, q.shape, *v.shape[1::2], peak="max" in aux, device=device)
         if choice.name == "mosaic_gpu" and (words := _few(spec, q, k, v)):

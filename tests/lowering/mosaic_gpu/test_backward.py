@@ -20,6 +20,7 @@ from xform.lowering.mosaic_gpu import _attend
 from xform.lowering.mosaic_gpu import _plgpu as plgpu
 from xform.lowering.mosaic_gpu._backward import Backward
 from xform.lowering.mosaic_gpu._backward_narrow import Narrow
+from xform.lowering.mosaic_gpu._backward_pairs import Pairs
 from xform.lowering.mosaic_gpu._backward_wide import Wide
 from xform.primitives import tile_sum
 from xform.primitives.block_map import block_map
@@ -53,7 +54,21 @@ def test_compiles_for_an_h200(mods, size, deterministic, tmp_path):
     assert max(spills(backward)) <= (SPILLED if size <= 128 else SPILLED_WIDE)
 
 
-@pytest.mark.parametrize("kind", [Backward, Narrow, Wide])
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [32, 64, 128, 256])
+@pytest.mark.parametrize("mask", ["", "mask_mod=lambda b, h, q, k: q >= k"])
+def test_compiles_the_sum_over_the_batch_of_what_pairs_read(size, mask, tmp_path):
+    score = "lambda s, b, h, q, k: s + p[h, q, k]"
+    attend = f"flex_attention(q, k, v, score_mod={score}, {mask}).astype('float32').sum()"
+    bias = "jax.numpy.zeros((4, 1024, 1024))"
+    gradient = f"lambda q, k, v: jax.grad(lambda p: {attend})({bias})"
+    printed, reports = compiled(gradient, size, "bfloat16", tmp_path)
+    pairs = [r for r in reports if "backward_pairs" in r]
+    assert pairs, printed
+    assert max(spills(pairs)) == 0
+
+
+@pytest.mark.parametrize("kind", [Backward, Narrow, Wide, Pairs])
 def test_warpgroups_ask_for_no_more_registers_than_a_block_is_launched_with(kind):
     """The hardware makes who asks for more wait for ever, which no compiler tells."""
     warpgroups = len(kind.registers)
@@ -130,6 +145,41 @@ def test_captures_and_groups_over_many_tiles(mod, captures, kv_heads, determinis
         assert error < 8e-3
 
 
+BIAS = partial(jax.random.normal, jax.random.key(7))
+PAIRED = {
+    "one of each head, a group": (
+        (2, 70, 90, 2, 1), lambda c, s, b, h, q, k: s + c[h, q, k], BIAS((2, 70, 90)), None,
+    ),
+    "one for all, behind a mask": (
+        (2, 130, 200, 4, 2), lambda c, s, b, h, q, k: s * (1 + c[q, k]), BIAS((130, 200)), causal(),
+    ),
+    "three that differ along others": (
+        (2, 70, 70, 2, 2), lambda c, s, b, h, q, k: s + c[0][h, q, k] * c[1][b, q, k] + c[2][b, k],
+        (BIAS((2, 70, 70)), 1 + BIAS((2, 70, 70)), BIAS((2, 70))), None,
+    ),
+    "at indices of labels, a mask of each entry": (
+        (3, 80, 80, 2, 2), lambda c, s, b, h, q, k: s + c[q // 2 + 3, 79 - k], BIAS((80, 80)),
+        lambda b, h, q, k: (q - k) % (b + 2) == 0,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.slow if i else ()) for i, n in enumerate(PAIRED)]
+)
+def test_sums_over_the_batch_what_pairs_read(name, interpreted):
+    (batch, q_len, kv_len, heads, kv_heads), mod, captures, mask = PAIRED[name]
+    keys = jax.random.split(jax.random.key(0), 3)
+    q = jax.random.normal(keys[0], (batch, q_len, heads, 32), jnp.bfloat16)
+    k, v = (jax.random.normal(x, (batch, kv_len, kv_heads, 32), jnp.bfloat16) for x in keys[1:])
+    run = partial(_gradients, captures=captures, mod=mod, mask_mod=mask)
+    wide = [x.astype(jnp.float32) for x in (q, k, v)]
+    found, true = run(None, q, k, v), run("reference", *wide)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(true), strict=True):
+        error = jnp.linalg.norm(a.astype(jnp.float32) - b) / jnp.linalg.norm(b)
+        assert error < 8e-3
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("size", "v_size", "kv_heads"), [(160, 144, 1), (256, 256, 2)])
 def test_wide_heads_over_many_tiles(size, v_size, kv_heads, interpreted):
@@ -175,6 +225,9 @@ def test_says_what_of_a_gradient_no_kernel_takes():
     rows = lambda s, b, h, q, k: s + jnp.zeros(8)[q]
     why = which(q, q, q, score_mod=rows, gradient=True).why
     assert "the gradient of an array that is read per query" in why
+    few = lambda s, b, h, q, k: s + jnp.zeros((2, 3))[q // 4, k // 4]
+    why = which(q, q, q, score_mod=few, gradient=True).why
+    assert "read per query and key, and has 6 numbers where there are 64 pairs" in why
     wide = jnp.ones((1, 8, 4, 160), jnp.bfloat16)
     assert which(wide, wide, wide, gradient=True).why == (
         "no kernel: the program is for cpu, not for an NVIDIA GPU"

@@ -246,28 +246,56 @@ def steps(
     ragged = kv_len % tiles.cols or (tiles.by_keys and q_len % tiles.rows)
     if spec.mask is None and not ragged:
         return ()
-    b = batch if "b" in spec.mask_dims else 1
-    h = heads if "h" in spec.mask_dims else 1
-    build = functools.partial(
-        _steps, spec, block_map, (b, h), (heads, kv_heads), (q_len, kv_len), tiles
-    )
+    shared = (spec, block_map, batch, (heads, kv_heads), (q_len, kv_len), tiles)
+    return _listed(_steps, shared, context, origin)
+
+
+def kinds(
+    spec: Spec, block_map, context, batch, heads, kv_heads, origin, q_len, kv_len, tiles: Tiles
+):
+    """What each tile is, `([U,W,R,C],)`, int32; nothing where no tile has a mask."""
+    if spec.mask is None:
+        return ()
+    shared = (spec, block_map, batch, (heads, kv_heads), (q_len, kv_len), tiles)
+    return _listed(_kinds, shared, context, origin)
+
+
+def _listed(build: Callable, shared: tuple, context, origin):
+    """`build(*shared, context, origin)`, made now where it reads no array and is not large."""
+    spec, _, batch, (heads, _), (q_len, kv_len), tiles = shared
+    b, h = _units(spec, batch, heads)
     count = b * h * -(-q_len // tiles.rows) * -(-kv_len // tiles.cols)
     if context or count > _CONSTANT or any(isinstance(x, jax.Array) for x in origin):
-        return build(context, origin)
-    return _constant(build.func, build.args, tuple(origin))
+        return build(*shared, context, origin)
+    return _constant(build, shared, tuple(origin))
 
 
-def _steps(spec: Spec, block_map, units, heads, lengths, tiles: Tiles, context, origin):
-    """`steps` of `units` batch entries and heads, from `origin` on."""
-    kinds = lambda b, h: block_map(
+def _units(spec: Spec, batch: int, heads: int) -> tuple[int, int]:
+    """How many batch entries and heads have a mask of their own."""
+    return (batch if "b" in spec.mask_dims else 1), (heads if "h" in spec.mask_dims else 1)
+
+
+def _kinds(spec: Spec, block_map, batch, heads, lengths, tiles: Tiles, context, origin):
+    """`kinds` from `origin` on."""
+    codes = _codes(spec, block_map, batch, heads, lengths, tiles, context, origin)
+    return (codes.astype(jnp.int32),)
+
+
+def _steps(spec: Spec, block_map, batch, heads, lengths, tiles: Tiles, context, origin):
+    """`steps` from `origin` on."""
+    codes = _codes(spec, block_map, batch, heads, lengths, tiles, context, origin)
+    return walks(_by_keys(codes, *heads)) if tiles.by_keys else _compact(codes)
+
+
+def _codes(spec: Spec, block_map, batch, heads, lengths, tiles: Tiles, context, origin):
+    """What each tile is, `[U,W,R,C]`."""
+    of_unit = lambda b, h: block_map(
         spec.mask, context, b=b, h=h,
         q_len=lengths[0], kv_len=lengths[1], q_tile=tiles.rows, kv_tile=tiles.cols,
     )  # fmt: skip
+    units = _units(spec, batch, heads[0])
     each = [x + jnp.arange(n, dtype=jnp.int32) for x, n in zip(origin, units, strict=True)]
-    kinds = jax.vmap(jax.vmap(kinds, (None, 0)), (0, None))(*each)
-    if not tiles.by_keys:
-        return _compact(kinds)
-    return walks(_by_keys(kinds, *heads))
+    return jax.vmap(jax.vmap(of_unit, (None, 0)), (0, None))(*each)
 
 
 @functools.lru_cache(maxsize=256)

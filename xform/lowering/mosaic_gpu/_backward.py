@@ -31,7 +31,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from typing import ClassVar
 
 import jax
@@ -40,7 +39,6 @@ from jax import lax
 
 from xform.lowering.mosaic_gpu import _plgpu as plgpu
 from xform.lowering.mosaic_gpu._call import (
-    LOG2E,
     Call,
     Place,
     Walk,
@@ -51,11 +49,12 @@ from xform.lowering.mosaic_gpu._call import (
     swizzle_of,
     tiled,
 )
+from xform.lowering.mosaic_gpu._derivative import modified, seen, weights
 from xform.lowering.mosaic_gpu._kernel import in_place, zeros
 
 
 def backward(
-    body: Backward, q, k, v, d_out, base, norm, delta, steps, operands, *,
+    body: Backward, q, k, v, d_out, statistics, steps, operands, *,
     interpret=None,
 ):  # fmt: skip
     """Runs the kernel.
@@ -64,9 +63,9 @@ def backward(
       body: of the kernel.
       q, k, v: as above, bfloat16 or float16.
       d_out: the cotangent of `sum_j p_ij v_j`, `[B,T,H,V]`, of the same dtype.
-      base: what exponents of 2 are relative to, `[B,H,T]`, T rounded up to whole tiles.
-      norm: the inverse of the sum of the exponentials, `[B,H,T]`, 0 for a row that there is not.
-      delta: the cotangent of `sum_j p_ij`, `[B,H,T]`.
+      statistics: three of each row, `[B,H,T]`, T rounded up to whole tiles. `base`, what exponents
+        of 2 are relative to; `norm`, the inverse of the sum of the exponentials, 0 for a row that
+        there is not; `delta`, the cotangent of `sum_j p_ij`.
       steps: `(order [U,W,C], count [U,W,C,2], entries [U,W,C,N], turns [U,W,C,N])`, int32: see
         `forward`, for the tiles of queries, of all heads of a group, that each block of keys walks
         along; and when it is a block's turn to add to each. Empty where all tiles are full.
@@ -84,13 +83,13 @@ def backward(
     shares = call.mma.shares(blocks)
     parts = (s.batch, s.heads, s.rows(tiles), s.qk_size // body.columns)
     parcel = call.mma.parcel(tiles.q, body.columns)
-    dq = zeros((*shares, *parts, *parcel), jnp.float32, like=delta)
+    dq = zeros((*shares, *parts, *parcel), jnp.float32, like=statistics[-1])
     tickets = jnp.zeros(parts[:3], jnp.int32)
     together = body.in_turns or call.cached(s.heads, s.q_len)
     grid = call.grid(s.kv_heads, blocks, together=together)
     out = (*(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (k, v)), *[column] * sums)
     run = launch(body.entry, "flex_attention_backward", body.computing, out, grid, interpret)
-    arrays = (q, k, v, d_out, base, norm, delta, *steps, *operands)
+    arrays = (q, k, v, d_out, *statistics, *steps, *operands)
     (dk, dv, *columns), (dq, _) = in_place(functools.partial(run, *arrays), dq, tickets)
     total = dq.sum(0) if shares else dq
     total = call.mma.unpacked(total, tiles.q, body.columns)  # [B,H,R,n,q,D/n]
@@ -379,19 +378,21 @@ class Backward:
                 plgpu.barrier_wait(smem["do_full"].at[slot])
                 self._clean_shared(partial, warpgroup, do_tile, smem)
                 mma.qk(dp_acc, smem["v"].at[w], do_tile)
+                # What is looked up is loaded while the products run.
+                own = call.values(held, smem["vectors"], slot, warpgroup * call.tiles.kv)
+                values = call.found(own)
                 s_tile = mma.read(s_acc, 1, q_tile)  # dP' still runs; dK of the last step is done
                 free = functools.partial(self._free_queries, last, 1, smem)
                 plgpu.when(i > 0)(free)
                 read = lambda: mma.read(dp_acc, 1, smem["v"].at[w])  # dV still runs
-                own = held, warpgroup * call.tiles.kv
-                return self._weigh(s_tile, read, slot, partial, place, own, dv_acc, smem)
+                return self._weigh(s_tile, read, slot, partial, place, values, dv_acc, smem)
 
             return mma.scoped(derivatives, buffers["dp"], warpgroup, shape)
 
         return mma.scoped(scores, buffers["s"], warpgroup, shape)
 
     def _weigh(
-        self, s_tile, read, slot, partial, place: Place, own, dv_acc, smem: dict, *, ready=None
+        self, s_tile, read, slot, partial, place: Place, values, dv_acc, smem: dict, *, ready=None
     ):
         """Makes dS' of a tile, and what it adds to the sums; issues dV.
 
@@ -399,8 +400,7 @@ class Backward:
           s_tile: S'.
           read: returns dP'.
           slot: where the queries are.
-          partial, place: of the tile.
-          own: of the operands what stays, and where in the block the warpgroup's keys begin.
+          partial, place, values: of the tile, as of `weights`.
           dv_acc: the accumulator of dV.
           smem: shared memory.
           ready: waits until dO may be read.
@@ -409,12 +409,8 @@ class Backward:
         per_query = lambda name: lax.broadcast_in_dim(
             mma.column(smem[name].at[slot]), call.shape, [1]
         )
-        values = call.values(own[0], smem["vectors"], slot, own[1])
-        t_tile, slope, *numbers = self._modified(s_tile, place, values)
-        p = jnp.exp2(t_tile - per_query("base")) * per_query("norm")
-        # A row whose cotangent was not finite has such a delta, and tells by it.
-        hide = lambda p: jnp.where(call.visible(place, values), p + 0 * per_query("delta"), 0.0)
-        p = self._where(partial, p, hide)
+        t_tile, slope, *numbers = modified(call, s_tile, place, values)
+        p = weights(call, t_tile, partial, place, values, per_query)
         kept = None
         if call.programs.dropout is not None:
             kept = call.run(call.programs.dropout, place, values)
@@ -426,10 +422,8 @@ class Backward:
         dp = read()
         dp = dp if kept is None else dp * kept
         ds = p * (dp + per_query("delta"))
-        # What a weight of 0 multiplies counts for nothing, NaN included.
-        seen = lambda x: self._where(partial, x, lambda x: jnp.where(p == 0.0, 0.0, x))
-        sums = [seen(ds * x).sum(axis=1) for x in numbers]
-        return seen(ds * slope if numbers else ds).astype(call.narrow), sums
+        sums = [seen(call, partial, p, ds * x).sum(axis=1) for x in numbers]
+        return seen(call, partial, p, ds * slope if numbers else ds).astype(call.narrow), sums
 
     def _clean(self, tile):
         """Puts 0 where a tile is not finite.
@@ -457,20 +451,6 @@ class Backward:
 
         if self.call.programs.mask is not None:
             plgpu.when(partial)(clean)
-
-    def _modified(self, s_tile, place: Place, values):
-        """The modified scores as exponents of 2, their derivative by the score, and by the rest."""
-        programs = self.call.programs
-        if programs.score is None:
-            return s_tile * (programs.scale * LOG2E), None
-        t_tile, slope, *numbers = self.call.run_all(
-            programs.score, place, values, s_tile * programs.scale
-        )
-        return t_tile * LOG2E, slope, *numbers
-
-    def _where(self, partial, x, masked: Callable):
-        """`masked(x)` where the tile is partial."""
-        return lax.cond(partial, masked, lambda x: x, x) if self.call.masked else x
 
     def _products(self, i, ds, warpgroup, slot, dk_acc, smem: dict):
         """Adds a tile to dK and dQ."""

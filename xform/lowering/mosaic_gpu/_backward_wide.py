@@ -187,10 +187,10 @@ class Wide(Backward):
             return dp
 
         s_tile = mma.scoped(scores, smem["accumulators"]["s"], 0, call.shape)
+        values = call.values(held, smem["vectors"], slot, 0)
         # Whoever made dP' has put zeros into dO where they had to be.
         ready = lambda: plgpu.barrier_wait(smem["dp_full"])
-        own = held, 0
-        return self._weigh(s_tile, read, slot, partial, place, own, dv_acc, smem, ready=ready)
+        return self._weigh(s_tile, read, slot, partial, place, values, dv_acc, smem, ready=ready)
 
     def _free_cotangents(self, i, smem: dict):
         """Gives the cotangents of a step back, once dV is done."""

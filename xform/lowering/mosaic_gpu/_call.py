@@ -30,7 +30,7 @@ LOG2E = math.log2(math.e)
 # Bytes of an H200's second-level cache, less what else passes through it.
 _CACHE = 40 * 2**20
 # Of an H200 and an H100. Where there are fewer, some blocks wait for others to end.
-_MULTIPROCESSORS = 132
+MULTIPROCESSORS = 132
 # Elements that one bulk copy moves along a dimension.
 _LONGEST_COPY = 256
 
@@ -115,7 +115,7 @@ class Share:
 
     @property
     def blocks(self) -> int:
-        return min(_MULTIPROCESSORS, self.places)
+        return min(MULTIPROCESSORS, self.places)
 
     @property
     def grid(self) -> dict:
@@ -172,6 +172,13 @@ class Place:
     q0: jax.Array
     k0: jax.Array
     kept: Kept | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Found:
+    """In place of an array that a tile looks something up in: what it has found."""
+
+    tile: jax.Array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -301,6 +308,31 @@ class Call:
             for ref, operand in zip(refs, self.operands, strict=True)
         ]
 
+    def at_rest(self, refs, held: list, b, head, place: Place) -> list:
+        """`held`, with the vectors of what moves: of one tile, from global memory."""
+        values = list(held)
+        start = place.q0 if self.moving == ROW else place.k0
+        for n in self.vectors:
+            if self.operands[n].pair == self.moving:
+                unit = lead(refs[n], b, head)
+                part = refs[n].at[*unit, plgpu.ds(start, self.shape[1])]
+                values[n] = self.mma.vector(part, 0)
+        return values
+
+    def found(self, values: list, heads: str = "bh") -> list:
+        """Values, with what is looked up in the place of the arrays that it is looked up in.
+
+        Of those whose indices differ along no other heads than these.
+        """
+        found = list(values)
+        for n, operand in enumerate(self.operands):
+            if operand.lookup is not None:
+                at = slice(n + 1, n + 1 + len(operand.lookup.classes))
+                indices = list(zip(values[at], self.operands[at], strict=True))
+                if all(index.stays(heads) for _, index in indices):
+                    found[n] = Found(self._look_up(values[n], operand, indices))
+        return found
+
     def values(self, held: list, buffers, slot, offset) -> list:
         """All operands for one tile, which starts at `offset` of what the block owns."""
         values = list(held)
@@ -406,10 +438,17 @@ class Call:
             x, operand = left.pop(0)
             if operand.lookup is not None:
                 count = len(operand.lookup.classes)
-                at, left = [self._spread(*pair) for pair in left[:count]], left[count:]
-                x = self.mma.lookup(x, operand.lookup, at, self.shape, operand.stored)
+                x, left = self._look_up(x, operand, left[:count]), left[count:]
             taken.append(self._spread(x, operand))
         return taken
+
+    def _look_up(self, x, operand: Operand, indices: list):
+        """What is found in an array, at the indices that are its next operands."""
+        if isinstance(x, Found):
+            return x.tile
+        assert operand.lookup is not None
+        at = [self._spread(*index) for index in indices]
+        return self.mma.lookup(x, operand.lookup, at, self.shape, operand.stored)
 
     def _true_index(self, start, pair: str, dtype):
         """The indices of a tile, those of the padding clipped to the last one."""

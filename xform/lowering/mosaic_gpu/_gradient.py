@@ -1,14 +1,17 @@
 """From the derivative of attention to the backward kernel: operands, and what comes back.
 
 The kernel is one term of `_tile_fn`: `Transpose(Jvp(Attend))`, with gradients for any of q, k, v
-and for the captured arrays that the score mod reads per key or per head. All others (forward mode,
-higher orders, the gradient of a maximum) run blockwise.
+and for the captured arrays that the score mod reads per key or per head. Those that it reads at a
+query and a key, and that have about as many numbers as there are such pairs, have a kernel of their
+own, which sums over the batch. All others (forward mode, higher orders, the gradient of a maximum)
+run blockwise.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Sequence
 
 import jax
@@ -18,15 +21,23 @@ from xform.lowering._contract import wide_of
 from xform.lowering._spec import Read, Spec
 from xform.lowering._tile_fn import Attend, Jvp, TileFn, Transpose, base
 from xform.lowering.mosaic_gpu import _attend
-from xform.lowering.mosaic_gpu._classes import COL, SCALAR
+from xform.lowering.mosaic_gpu._classes import COL, SCALAR, TILE
+from xform.lowering.mosaic_gpu._lookup import of_read
 from xform.lowering.mosaic_gpu._program import class_of_read, derivatives, load_one
-from xform.lowering.mosaic_gpu._tuning import Tiles, backward_tiles_of, vectors_of
+from xform.lowering.mosaic_gpu._tuning import (
+    Tiles,
+    backward_tiles_of,
+    pair_tiles_of,
+    vectors_of,
+)
 
 # Columns that half a row of dQ has, at least: what one bulk copy takes.
 _COLUMNS = 32
 # Vectors that shared memory has room for beside all tiles, by the warpgroups with scores: one is
 # all that wide heads leave, with less room.
 _VECTORS = {1: 4, 2: 8}
+# The sums over the batch of what pairs read take so many times the room of the array, at most.
+_ROOM = 2
 _Q, _K, _V, _CAPTURES = 0, 3, 4, 5
 """Where these are among the operands of `Attend`."""
 
@@ -64,6 +75,22 @@ class Gradient:
         flags = [moves for group, moves in groups for _ in group]
         return tuple(n for n, moves in enumerate(flags) if moves)
 
+    @property
+    def by_pair(self) -> dict[str, tuple[int, ...]]:
+        """Of these, those that belong to a pair, by which of "bh" they differ along."""
+        found: dict[str, tuple[int, ...]] = {}
+        for n in self.wanted:
+            kind = class_of_read(self.reads[n])
+            if kind.pair == TILE:
+                found[kind.heads] = (*found.get(kind.heads, ()), n)
+        return found
+
+    @property
+    def by_key(self) -> tuple[int, ...]:
+        """The others, which the kernel that makes dK sums over the queries."""
+        pairs = {n for group in self.by_pair.values() for n in group}
+        return tuple(n for n in self.wanted if n not in pairs)
+
 
 def gradient_misfits(fn: TileFn, operands: Sequence) -> list[str]:
     """Returns why the backward kernel can't evaluate a tile sum; nothing if it can.
@@ -77,23 +104,51 @@ def gradient_misfits(fn: TileFn, operands: Sequence) -> list[str]:
         return [f"the kernel is for reverse mode of first order, not for {_named(fn)}"]
     q_shape, (kv_len, _, v_size) = operands[_Q].shape, operands[_V].shape[-3:]
     wrong = _attend.misfits(gradient.spec, q_shape, kv_len, v_size)
-    if not wrong:
-        try:
-            vectors = len(vectors_of(_programs(gradient)))
-        except NotImplementedError as e:
-            wrong.append(f"in the derivative: {e}")
-        else:
-            most = _VECTORS[backward_tiles_of(q_shape[-1], v_size).warpgroups]
-            if vectors > most:
-                wrong.append(f"{vectors} vectors that travel with the queries; {most} fit")
-    for n in gradient.wanted:
+    wrong = wrong or _crowded(gradient, q_shape[-1], v_size)
+    for n in gradient.by_key:
         pair = class_of_read(gradient.reads[n]).pair
         if pair not in (SCALAR, COL):
             wrong.append(f"the gradient of an array that is read per {_PER[pair]}")
+    wrong += _ill_paired(gradient, q_shape, kv_len, operands[_CAPTURES:])
     return list(dict.fromkeys(wrong))
 
 
-_PER = {"q": "query", "q-k": "difference of query and key", "qk": "query and key"}
+def _ill_paired(gradient: Gradient, q_shape, kv_len: int, captures: Sequence) -> list[str]:
+    """Why the kernel of pairs can't sum what pairs read, or should not, for the room it takes."""
+    *hidden, batch, q_len, heads, _ = q_shape
+    sizes, wrong = {"b": batch, "h": heads}, []
+    groups = zip(gradient.spec.reads, captures, strict=False)
+    arrays = [array for group, array in groups for _ in group]
+    for differ, reads in gradient.by_pair.items():
+        pairs = q_len * kv_len * math.prod(sizes[x] for x in differ)
+        for n in reads:
+            numbers = math.prod(arrays[n].shape[len(hidden) :])
+            if of_read(gradient.reads[n], arrays[n].dtype) is None:
+                wrong.append("the gradient of an array at an index that mixes query and key")
+            elif pairs > _ROOM * numbers:
+                wrong.append(
+                    "the gradient of an array that is read per query and key, and has "
+                    f"{numbers} numbers where there are {pairs} pairs"
+                )
+    return wrong
+
+
+def _crowded(gradient: Gradient, qk_size: int, v_size: int) -> list[str]:
+    """What does not fit into shared memory, or has no derivative."""
+    try:
+        vectors = len(vectors_of(_programs(gradient, gradient.by_key)))
+        pairs = [_programs(gradient, reads) for reads in gradient.by_pair.values()]
+    except NotImplementedError as e:
+        return [f"in the derivative: {e}"]
+    wrong, most = [], _VECTORS[backward_tiles_of(qk_size, v_size).warpgroups]
+    if vectors > most:
+        wrong.append(f"{vectors} vectors that travel with the queries; {most} fit")
+    if any(pair_tiles_of(programs, qk_size, v_size) is None for programs in pairs):
+        wrong.append("more vectors beside a gradient by pairs than shared memory holds")
+    return wrong
+
+
+_PER = {"q": "query", "q-k": "difference of query and key"}
 
 
 def _named(fn: TileFn) -> str:
@@ -101,17 +156,12 @@ def _named(fn: TileFn) -> str:
     return f"{type(fn).__name__}({_named(inner)})" if inner else type(fn).__name__
 
 
-def _padded(size: int, multiple: int) -> int:
-    return -(-size // multiple) * multiple
-
-
 @functools.lru_cache(maxsize=1024)
-def _programs(gradient: Gradient):
-    """Score with its derivatives, mask and dropout, split for a kernel."""
+def _programs(gradient: Gradient, wanted: tuple[int, ...]):
+    """Score with its derivatives by some reads, mask and dropout, split for a kernel."""
     spec = gradient.spec
     if spec.score is not None:
-        score = derivatives(spec.score, gradient.wanted)
-        spec = dataclasses.replace(spec, score=score)
+        spec = dataclasses.replace(spec, score=derivatives(spec.score, wanted))
     return _attend.programs(spec)
 
 
@@ -162,62 +212,88 @@ def _summed(x, out):
     return x.astype(out.dtype)
 
 
+@dataclasses.dataclass(frozen=True)
+class _Inputs:
+    """What both backward kernels take, without padding but that of head sizes.
+
+    Attributes:
+      q, k, v, d_out: `[B,T or S,H or K,*]`.
+      statistics: `base`, `norm` and `delta`, `[B,T,H]`, see `backward`.
+      captures, context: arrays that the user's code reads.
+      origin: as of `attend`.
+      mods_batch: mods see `b % mods_batch`.
+      q_len, kv_len: T and S.
+    """
+
+    q: jax.Array
+    k: jax.Array
+    v: jax.Array
+    d_out: jax.Array
+    statistics: tuple[jax.Array, jax.Array, jax.Array]
+    captures: Sequence[jax.Array]
+    context: Sequence[jax.Array]
+    origin: Sequence
+    mods_batch: int
+    q_len: int
+    kv_len: int
+
+    def prepared(self, spec: Spec, programs, tiles: Tiles, lists: Callable, interpret):
+        """What a kernel of these programs takes: its `Call`, statistics, lists and operands."""
+        from xform.lowering.mosaic_gpu._call import Call, Programs, Sizes
+        from xform.lowering.mosaic_gpu._twins import Hardware, Twin
+
+        q, k, v, batch = self.q, self.k, self.v, self.mods_batch
+        lengths = self.q_len, self.kv_len
+        mods = _attend.Mods.of(spec, programs, self.captures, self.context)
+        operands = mods.operands(batch, q.shape[2], self.origin, *lengths, tiles)
+        steps = lists(
+            spec, mods.context, batch, q.shape[2], k.shape[2], self.origin, *lengths, tiles
+        )
+        extra = -self.q_len % tiles.rows
+        per_row = lambda x: jnp.pad(x.swapaxes(1, 2), [(0, 0), (0, 0), (0, extra)])
+        sizes = Sizes(q.shape[0], *lengths, q.shape[2], k.shape[2], q.shape[-1], v.shape[-1], batch)
+        call = Call(
+            sizes, Programs(*mods.programs, spec.scale), tiles, q.dtype, q.dtype,
+            bool(steps), Twin() if interpret else Hardware(),
+        )  # fmt: skip
+        return call, [per_row(x) for x in self.statistics], steps, operands
+
+
 def _gradient(
     gradient: Gradient, block_map, n_operands: int, *arrays,
     origin, tiles: Tiles | None, interpret, mods_batch: int | None = None,
 ):  # fmt: skip
     """`tile_sum` without hidden dimensions; mods see `b % mods_batch`."""
-    from xform.lowering.mosaic_gpu._backward import Backward, backward
-    from xform.lowering.mosaic_gpu._backward_narrow import WIDTH, Narrow
-    from xform.lowering.mosaic_gpu._backward_wide import Wide
-    from xform.lowering.mosaic_gpu._call import LOG2E, Call, Programs, Sizes
-    from xform.lowering.mosaic_gpu._twins import Hardware, Twin
+    from xform.lowering.mosaic_gpu._call import LOG2E
 
     spec = gradient.spec
     (q, top, norm, k, v, *captures, d_sum, d_one), context = (
         arrays[:n_operands], arrays[n_operands:],
     )  # fmt: skip
-    (batch, q_len, heads, size), (kv_len, kv_heads), v_size = q.shape, k.shape[1:3], v.shape[-1]
-    mods_batch = batch if mods_batch is None else mods_batch
-    if gradient.wanted and kv_heads < heads:  # sums are by head
-        k, v = (jnp.repeat(x, heads // kv_heads, axis=2) for x in (k, v))
-    tiles = tiles or backward_tiles_of(size, v_size)
-    mods = _attend.Mods.of(spec, _programs(gradient), captures, context)
-    rows = -(-q_len // tiles.rows) * tiles.rows
-    operands = mods.operands(mods_batch, heads, origin, q_len, kv_len, tiles)
-    steps = _attend.steps(
-        spec, block_map, mods.context, mods_batch, heads, k.shape[2], origin, q_len, kv_len, tiles
-    )
-    per_row = lambda x: jnp.pad(x.swapaxes(1, 2), [(0, 0), (0, 0), (0, rows - q_len)])
+    size, v_size, lengths = q.shape[-1], v.shape[-1], (q.shape[1], k.shape[1])
+    mods_batch = q.shape[0] if mods_batch is None else mods_batch
     if spec.score is not None:
         norm = norm * jnp.exp2(-_attend.residue(top))
-    statistics = map(per_row, (base(top) * LOG2E, norm, d_one))
-    d_out = d_sum.astype(v.dtype)
     q, k = (_attend.padded(x, _COLUMNS) for x in (q, k))
-    v, d_out = (_attend.padded(x) for x in (v, d_out))
-    sizes = Sizes(batch, q_len, kv_len, heads, k.shape[2], q.shape[-1], v.shape[-1], mods_batch)
-    call = Call(
-        sizes, Programs(*mods.programs, spec.scale), tiles, q.dtype, q.dtype,
-        bool(steps), Twin() if interpret else Hardware(),
+    v, d_out = (_attend.padded(x) for x in (v, d_sum.astype(v.dtype)))
+    statistics = base(top) * LOG2E, norm, d_one
+    inputs = _Inputs(
+        q, k, v, d_out, statistics, captures, context, origin, mods_batch, *lengths
     )  # fmt: skip
-    narrow = sizes.qk_size + sizes.v_size <= WIDTH and not spec.deterministic
-    kind = Wide if tiles.warpgroups == 1 else Narrow if narrow else Backward
-    body = kind(call, len(gradient.wanted), in_turns=spec.deterministic)
-    dq, dk, dv, columns = backward(
-        body, q, k, v, d_out, *statistics, steps, operands, interpret=interpret
+    dq, dk, dv, loads = _by_keys(
+        gradient, block_map, inputs, tiles or backward_tiles_of(size, v_size), interpret
     )
-    dq = (dq * spec.scale)[:, :q_len, :, :size]
-    dk, dv = dk[:, :kv_len, :, :size], dv[:, :kv_len, :, :v_size]
-    if dk.shape[2] > kv_heads:
-        by_group = lambda x: x.reshape(*x.shape[:2], kv_heads, -1, x.shape[-1])
-        dk, dv = (by_group(x).sum(3, dtype=jnp.float32) for x in (dk, dv))
+    for heads, reads in gradient.by_pair.items():
+        sums = _by_pairs(gradient, block_map, inputs, heads, reads, interpret)
+        loads |= dict(zip(reads, sums, strict=True))
     moving = gradient.moving
-    results = [x for n, x in ((_Q, dq), (_K, dk), (_V, dv)) if moving[n]]
-    loads = dict(zip(gradient.wanted, columns, strict=True))
+    own = (_Q, dq[..., :size]), (_K, dk[..., :size]), (_V, dv[..., :v_size])
+    results = [x for n, x in own if moving[n]]
+    context = context[:-1] if spec.dropout else context
     first = 0
     for capture, group, moves in zip(captures, spec.reads, moving[_CAPTURES:], strict=True):
         parts = [
-            _pulled_back(read, capture, mods.context, origin, mods_batch, loads[n][..., :kv_len])
+            _pulled_back(read, capture, context, origin, loads[n])
             for n, read in enumerate(group, first)
             if moves
         ]
@@ -226,33 +302,83 @@ def _gradient(
     return results
 
 
-def _pulled_back(read: Read, capture, context, origin, batch: int, columns):
-    """The gradient of a captured array, from the sums over queries of what one read has.
+def _by_keys(gradient: Gradient, block_map, inputs: _Inputs, tiles: Tiles, interpret):
+    """dQ, dK, dV, and the sums over queries of what belongs to a key or to none, by read."""
+    from xform.lowering.mosaic_gpu._backward import Backward, backward
+    from xform.lowering.mosaic_gpu._backward_narrow import WIDTH, Narrow
+    from xform.lowering.mosaic_gpu._backward_wide import Wide
+
+    spec, wanted = gradient.spec, gradient.by_key
+    q, k, v = inputs.q, inputs.k, inputs.v
+    heads, kv_heads = q.shape[2], k.shape[2]
+    if wanted and kv_heads < heads:  # sums are by head
+        k, v = (jnp.repeat(x, heads // kv_heads, axis=2) for x in (k, v))
+        inputs = dataclasses.replace(inputs, k=k, v=v)
+    lists = lambda spec, *rest: _attend.steps(spec, block_map, *rest)
+    call, statistics, steps, operands = inputs.prepared(
+        spec, _programs(gradient, wanted), tiles, lists, interpret
+    )
+    narrow = q.shape[-1] + v.shape[-1] <= WIDTH and not spec.deterministic
+    kind = Wide if tiles.warpgroups == 1 else Narrow if narrow else Backward
+    body = kind(call, len(wanted), in_turns=spec.deterministic)
+    dq, dk, dv, columns = backward(
+        body, q, k, v, inputs.d_out, statistics, steps, operands, interpret=interpret
+    )
+    dq = (dq * spec.scale)[:, : inputs.q_len]
+    dk, dv = (x[:, : inputs.kv_len] for x in (dk, dv))
+    if k.shape[2] > kv_heads:
+        by_group = lambda x: x.reshape(*x.shape[:2], kv_heads, -1, x.shape[-1])
+        dk, dv = (by_group(x).sum(3, dtype=jnp.float32) for x in (dk, dv))
+    by_entry = lambda x: x.reshape(-1, inputs.mods_batch, *x.shape[1:]).sum(0)
+    columns = [by_entry(x)[:, :, None, : inputs.kv_len] for x in columns]  # [B,H,1,S]
+    return dq, dk, dv, dict(zip(wanted, columns, strict=True))
+
+
+def _by_pairs(
+    gradient: Gradient, block_map, inputs: _Inputs, heads: str, reads: tuple[int, ...], interpret
+) -> list[jax.Array]:
+    """The sums over the batch, or heads too, of what belongs to a pair, `[B or 1,H or 1,T,S]`."""
+    from xform.lowering.mosaic_gpu._backward_pairs import Pairs, backward_pairs
+
+    q, k, v = inputs.q, inputs.k, inputs.v
+    programs = _programs(gradient, reads)
+    tiles = pair_tiles_of(programs, q.shape[-1], v.shape[-1])
+    assert tiles is not None
+    lists = lambda spec, *rest: _attend.kinds(spec, block_map, *rest)
+    call, statistics, kinds, operands = inputs.prepared(
+        gradient.spec, programs, tiles, lists, interpret
+    )
+    sums = backward_pairs(
+        Pairs(call, heads, len(reads)), q, k, v, inputs.d_out, statistics, kinds, operands,
+        interpret=interpret,
+    )  # fmt: skip
+    return [x[..., : inputs.kv_len, : inputs.q_len].swapaxes(-1, -2) for x in sums]
+
+
+def _pulled_back(read: Read, capture, context, origin, ct):
+    """The gradient of a captured array, from sums of the cotangents of what one read has.
 
     Args:
-      read: which is per key, or per nothing.
+      read: which is per key, per query and key, or per nothing.
       capture: the array.
       context, origin: as of `attend`.
-      batch: of the mods, which the batch is a multiple of.
-      columns: `[B,H,S]`.
+      ct: `[B,H,T,S]`, or 1 in the place of what they are summed over.
     """
     kind = class_of_read(read)
-    per_key = kind.pair == COL
-    columns = columns.reshape(-1, batch, *columns.shape[1:]).sum(0)
-    sizes = columns.shape
-    keep = ("b" in kind.heads, "h" in kind.heads, per_key)
-    ct = columns.sum([d for d, kept in enumerate(keep) if not kept])
-    zero = jnp.zeros((), jnp.int32)
+    keep = ("b" in kind.heads, "h" in kind.heads, kind.pair == TILE, kind.pair in (COL, TILE))
+    dims = range(4)
+    counts = ct.shape
+    ct = ct.sum([d for d in dims if not keep[d]])
 
     def load(capture):
-        f = lambda b, h, k: load_one(read, capture, b, h, zero, k, context).reshape(())
-        for d in (2, 1, 0):
+        f = lambda b, h, q, k: load_one(read, capture, b, h, q, k, context).reshape(())
+        for d in reversed(dims):
             if keep[d]:
-                f = jax.vmap(f, in_axes=[0 if d == n else None for n in range(3)])
-        starts = (*origin, zero)
+                f = jax.vmap(f, in_axes=[0 if d == n else None for n in dims])
+        zero = jnp.zeros((), jnp.int32)
         index = [
             start + jnp.arange(n, dtype=jnp.int32) if kept else start
-            for start, n, kept in zip(starts, sizes, keep, strict=True)
+            for start, n, kept in zip((*origin, zero, zero), counts, keep, strict=True)
         ]
         return f(*index)
 

@@ -69,6 +69,10 @@ class Operand:
     lookup: Lookup | None = None
     index: bool = False
 
+    def stays(self, heads: str) -> bool:
+        """Whether it is the same along all other heads than `heads`."""
+        return set(self.heads) <= set(heads)
+
     @property
     def stored(self) -> jnp.dtype:
         """The 32-bit dtype that holds it in memory."""

@@ -14,7 +14,7 @@ import math
 from collections.abc import Iterator, Sequence
 from importlib import resources
 
-from xform.lowering.mosaic_gpu._program import BAND, COL, TILE, TileProgram
+from xform.lowering.mosaic_gpu._program import BAND, COL, ROW, TILE, TileProgram
 
 SIZES, LENGTHS, MODS = (64, 128, 256), ("short", "long"), ("plain", "mask", "score", "vectors")
 """The classes of a call: its larger head size is at most that; see `length_class`, `mods_class`."""
@@ -28,6 +28,8 @@ _SHARED, _UNIT = 227 * 1024, 1024
 REGISTERS, _SPARE = {2: 240, 3: 160}, 32
 # Columns of dK and dV that one warpgroup has registers for.
 _NARROW = 256
+# Tiles of a batch entry that are on their way at a time.
+_MOST_STAGES = 3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -171,3 +173,19 @@ def backward_tiles_of(qk_size: int, v_size: int) -> Tiles:
     """
     wide = -(-qk_size // 32) * 32 + v_size > _NARROW
     return Tiles(warpgroups=1 if wide else 2, q=64, kv=64, by_keys=True)
+
+
+def pair_tiles_of(
+    programs: Sequence[TileProgram | None], qk_size: int, v_size: int
+) -> Tiles | None:
+    """The tiles of the kernel of pairs, whose shared memory holds two tiles of each side a stage.
+
+    None where there are too many vectors that travel with the queries.
+    """
+    tiles = Tiles(warpgroups=2, q=64, kv=64, by_keys=True)
+    width = {ROW: tiles.rows, BAND: tiles.rows + tiles.cols}
+    operands = [operand for program in programs if program for operand in program.operands]
+    stage = 2 * (tiles.rows + tiles.cols) * (qk_size + v_size)
+    stage += 4 * (3 * tiles.rows + sum(width.get(operand.pair, 0) for operand in operands))
+    stages = min((_SHARED - 4 * _UNIT) // stage, _MOST_STAGES)
+    return dataclasses.replace(tiles, stages=stages) if stages else None
