@@ -8,13 +8,16 @@ Q K'` of the next tile and `O += P V` of this one with the softmax of the next:
 
     S0 = Q K0'; P0 = softmax(S0)
     for j = 1 .. n-1:   issue S = Q Kj';  issue O += P(j-1) V(j-1);  await S;  P = softmax(S)
-                        await O;  rescale O
+                        await Vj;  await O;  rescale O
     O += P V(n-1)
 
-and, in turns, with the others: one issues its products while another computes its softmax.
+and, in turns, with the others: one issues its products while another computes its softmax. That Vj
+is awaited before it is wanted keeps the softmax where it is: it is a loop, and across a loop the
+assembler moves nothing, while across the wait for O it moves all it can, and the two no longer
+overlap.
 
 Shapes: q `[B,T,H,D]`, k `[B,S,K,D]`, v `[B,S,K,V]`; a tile is `q x kv` pairs. D and V are
-multiples of 16 and at most 256.
+multiples of 16 and at most 256. In 8 bits: see `_operands`.
 
 Not optimal: blocks are not persistent, so that the tail of one is not hidden by the next; `O` is
 rescaled at every step, also where no maximum has grown; neighbouring blocks of one head load the
@@ -33,7 +36,6 @@ from jax import lax
 
 from xform.lowering.mosaic_gpu import _plgpu as plgpu
 from xform.lowering.mosaic_gpu._call import (
-    LOG2E,
     Call,
     Place,
     Walk,
@@ -44,18 +46,20 @@ from xform.lowering.mosaic_gpu._call import (
     swizzle_of,
     tiled,
 )
+from xform.lowering.mosaic_gpu._operands import Eight, Sixteen
 
 # Registers a thread, by the number of computing warpgroups: 65,536 of a multiprocessor in all.
 _COMPUTE_REGISTERS = {2: 240, 3: 160}
 _LOAD_REGISTERS = 24
 
 
-def forward(call: Call, q, k, v, steps, operands, *, interpret=None):
+def forward(call: Call, q, k, v, *scales, steps, operands, interpret=None):
     """Runs the kernel.
 
     Args:
       call: what is static.
       q, k, v: as above, bfloat16 or float16.
+      scales: none; or all of `InEight`.
       steps: `(order [U,W,R], count [U,W,R,2], cols [U,W,R,C])`, int32: the rows of tiles, the
         most work first; how many tiles of a row are partial, and live; their columns, partial ones
         first. U is 1 or the batch of the mods, W is 1 or H. Empty where all tiles are full.
@@ -63,8 +67,9 @@ def forward(call: Call, q, k, v, steps, operands, *, interpret=None):
       interpret: parameters of the interpreter, for tests without a GPU.
 
     Returns:
-      out `[B,T,H,V]`; of each row the maximum, the sum of the exponentials relative to it, and the
-      sum of the output, which is finite if the row is, `[B,H,R * rows]`, float32.
+      out `[B,T,H,V]`; of each row the maximum (in 8 bits another number, where the exponents of
+      values have a say), the sum of the exponentials relative to it, and the sum of the output,
+      which is finite if the row is, `[B,H,R * rows]`, float32.
     """
     s, tiles = call.sizes, call.tiles
     statistic = jax.ShapeDtypeStruct((s.batch, s.heads, s.rows(tiles) * tiles.rows), jnp.float32)
@@ -72,7 +77,7 @@ def forward(call: Call, q, k, v, steps, operands, *, interpret=None):
     grid = call.grid(s.heads, s.rows(tiles), together=call.cached(s.kv_heads, s.kv_len))
     body = _Forward(call).entry
     run = launch(body, "flex_attention", tiles.warpgroups, out, grid, interpret)
-    return run(q, k, v, *steps, *operands)
+    return run(q, k, v, *scales, *steps, *operands)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,6 +85,10 @@ class _Forward:
     """The body of the kernel; a method is what one warpgroup does."""
 
     call: Call
+
+    @property
+    def form(self) -> Sixteen | Eight:
+        return Eight(self.call) if self.call.eight else Sixteen(self.call)
 
     def entry(self, *refs):
         """Allocates shared memory and sends each warpgroup to its work."""
@@ -93,7 +102,7 @@ class _Forward:
         scratch = {
             "q": tiled((groups, t.q, s.qk_size), call.narrow),
             "k": tiled((n, t.kv, s.qk_size), call.narrow),
-            "v": tiled((n, t.kv, s.v_size), call.narrow),
+            "v": tiled((n, *self.form.values_tile(t.kv)), call.narrow),
             "out": tiled((groups, buffers, t.q, chunk), call.out),
             "statistics": [rows] * 3,
             "vectors": call.vector_buffers(n),
@@ -112,8 +121,8 @@ class _Forward:
 
     def _body(self, refs, smem: dict):
         q_ref, k_ref, v_ref, *rest = refs
-        n = 3 if self.call.sparse else 0
-        steps, operands, results = rest[:n], rest[n:-4], rest[-4:]
+        m, n = (3 if self.call.eight else 0), (3 if self.call.sparse else 0)
+        scales, steps, operands, results = rest[:m], rest[m : m + n], rest[m + n : -4], rest[-4:]
         batch, head, row = (lax.axis_index(name) for name in ("batch", "head", "row"))
         walk = self.call.walk(batch, head, row, steps)
         warpgroup, count = lax.axis_index("warpgroup"), self.call.tiles.warpgroups
@@ -121,7 +130,7 @@ class _Forward:
         @plgpu.when(warpgroup < count)
         def _():
             plgpu.set_max_registers(_COMPUTE_REGISTERS[count], action="increase")
-            self._compute(walk, warpgroup, q_ref, operands, results, smem)
+            self._compute(walk, warpgroup, q_ref, scales, operands, results, smem)
 
         @plgpu.when(warpgroup == count)
         def _():
@@ -139,16 +148,18 @@ class _Forward:
         def _(i):
             slot = lax.rem(i, stages)
             col = walk.col(i)
-            source = (walk.batch, plgpu.ds(col * t.kv, t.kv), kv_head)
+            keys = plgpu.ds(col * t.kv, t.kv)
+            k_tile = k_ref.at[walk.batch, keys, kv_head]
+            v_tile = v_ref.at[self.form.values_at(walk.batch, kv_head, keys)]
             again = i >= stages
             plgpu.when(again)(lambda: plgpu.barrier_wait(smem["k_free"].at[slot]))
-            plgpu.copy_gmem_to_smem(k_ref.at[source], smem["k"].at[slot], smem["k_full"].at[slot])
+            plgpu.copy_gmem_to_smem(k_tile, smem["k"].at[slot], smem["k_full"].at[slot])
             place = Place(walk.row * t.rows, col * t.kv)
             self.call.copy_vectors(
                 walk.b, walk.head, place, operands, smem["vectors"], slot, smem["k_full"].at[slot]
             )
             plgpu.when(again)(lambda: plgpu.barrier_wait(smem["v_free"].at[slot]))
-            plgpu.copy_gmem_to_smem(v_ref.at[source], smem["v"].at[slot], smem["v_full"].at[slot])
+            plgpu.copy_gmem_to_smem(v_tile, smem["v"].at[slot], smem["v_full"].at[slot])
 
         # Every phase that ends must be seen, also the last ones.
         @plgpu.loop(jnp.maximum(walk.count - stages, 0), walk.count)
@@ -158,80 +169,78 @@ class _Forward:
 
     # -- the warpgroups that compute ---------------------------------------------------------------
 
-    def _compute(self, walk: Walk, warpgroup, q_ref, operands, results, smem: dict):
-        call, t, s = self.call, self.call.tiles, self.call.sizes
+    def _compute(self, walk: Walk, warpgroup, q_ref, scales, operands, results, smem: dict):
+        call, t, form = self.call, self.call.tiles, self.form
         mma, stages = call.mma, int32(t.stages)
         q0 = walk.row * t.rows + warpgroup * t.q
         # A value that the compiler can't see through: it keeps the descriptors of the products
         # from being hoisted out of the loop, all of them into registers.
         hidden = lambda: lax.optimization_barrier(warpgroup)
-        q_tile = smem["q"].at[warpgroup]
         source = q_ref.at[walk.batch, plgpu.ds(q0, t.q), walk.head]
-        plgpu.copy_gmem_to_smem(source, q_tile, smem["q_full"].at[warpgroup])
+        plgpu.copy_gmem_to_smem(source, smem["q"].at[warpgroup], smem["q_full"].at[warpgroup])
         held = call.held(operands, walk.b, walk.head, q0)
+        rows = form.of_rows(scales, walk, q0)
         take, give = self._turns(warpgroup, smem)
+        scope = lambda body, name, cols: mma.scoped(body, smem[name], warpgroup, (t.q, cols))
         plgpu.barrier_wait(smem["q_full"].at[warpgroup])
 
-        def softmax(i, k0, slot, s_acc, in_flight, top, total):
-            """Weights of step `i`, the new maximum and sum, and what scales the old ones."""
-            s_tile = mma.read(s_acc, in_flight, smem["k"].at[slot])
-            values = call.values(held, smem["vectors"], slot, warpgroup * t.q)
-            plgpu.barrier_arrive(smem["k_free"].at[slot])
-            place = Place(q0, k0)
-            s_tile, factor = call.scores(s_tile, place, i < walk.partial, values)
-            # Not scaled: the backward pass gets the same exponents only from the same maximum.
-            new = jnp.maximum(top, s_tile.max(axis=1))
-            # A row that has seen no key yet has no maximum; its weights are 0 relative to any.
-            base = jnp.where(new == -jnp.inf, 0.0, new * factor)
-            keep = jnp.exp2(top * factor - base)
-            p = jnp.exp2(s_tile * factor - over_rows(base, call.shape))
-            total = total * keep + p.sum(axis=1)
-            if call.programs.dropout is not None:
-                p = p * call.run(call.programs.dropout, place, values)
-            return p.astype(call.narrow), new, total, keep
+        def weigh(i, started: Callable, top, total):
+            """Of step `i`: weights, the new maximum and sum, what scales old sums; `started()`."""
+            # Read early: they come from far away.
+            place, scale = Place(q0, walk.col(i) * t.kv), form.of_tile(rows, walk, i)
+            slot = lax.rem(i, stages)
+            k_tile = smem["k"].at[slot]
 
-        def first(s_acc):
-            k0 = walk.col(int32(0)) * t.kv
-            plgpu.barrier_wait(smem["k_full"].at[0])
-            take()
-            mma.qk(s_acc, q_tile, smem["k"].at[0])
-            give()
-            return softmax(int32(0), k0, int32(0), s_acc, 0, rows(-jnp.inf), rows(0.0))[:3]
-
-        def step(acc, i, carry):
-            p, top, total = carry
-            slot, following = lax.rem(i - 1, stages), lax.rem(i, stages)
-
-            def products(s_acc):
-                k0 = walk.col(i) * t.kv  # read early: it comes from far away
-                plgpu.barrier_wait(smem["k_full"].at[following])
-                take()
-                mma.qk(s_acc, smem["q"].at[hidden()], smem["k"].at[following])
-                plgpu.barrier_wait(smem["v_full"].at[slot])
-                mma.pv(acc, p, smem["v"].at[slot])
+            def softmax(s_tile):
+                others, in_flight = started()
                 give()
-                return softmax(i, k0, following, s_acc, 1, top, total)
+                s_tile = form.read(s_tile, in_flight, k_tile)
+                values = call.values(held, smem["vectors"], slot, warpgroup * t.q)
+                plgpu.barrier_arrive(smem["k_free"].at[slot])
+                units = None if scale is None else scale.scores
+                s_tile, factor = call.scores(s_tile, place, i < walk.partial, values, units)
+                p, *rest = form.softmax(s_tile, factor, scale, top, total)
+                if call.programs.dropout is not None:
+                    p = p * call.run(call.programs.dropout, place, values)
+                return form.narrowed(p), *rest, others
 
-            p, top, total, keep = mma.scoped(products, smem["scores"], warpgroup, call.shape)
-            mma.wait(smem["v"].at[slot])
-            plgpu.barrier_arrive(smem["v_free"].at[slot])
-            acc[...] = acc[...] * over_rows(keep, (t.q, s.v_size))
-            return p, top, total
-
-        def walk_tiles(acc):
-            carry = mma.scoped(first, smem["scores"], warpgroup, call.shape)
-            p, top, total = lax.fori_loop(1, walk.count, functools.partial(step, acc), carry)
-            slot = lax.rem(walk.count - 1, stages)
-            plgpu.barrier_wait(smem["v_full"].at[slot])
+            plgpu.barrier_wait(smem["k_full"].at[slot])
             take()
-            mma.pv(acc, p, smem["v"].at[slot])
-            give()
-            mma.wait(smem["v"].at[slot])
-            plgpu.barrier_arrive(smem["v_free"].at[slot])
-            return acc[...], top, total
+            q_tile = smem["q"].at[hidden()]
+            weights = form.scores(q_tile, k_tile, softmax, lambda f: scope(f, "scores", t.kv))
+            # Not later: across a wait in a loop the assembler moves nothing, so that the softmax
+            # stays beside the products that were started.
+            plgpu.barrier_wait(smem["v_full"].at[slot])
+            return weights
 
-        rows = lambda x: plgpu.layout_cast(jnp.full((t.q,), x, jnp.float32), row_layout())
-        acc, top, total = mma.scoped(walk_tiles, smem["acc"], warpgroup, (t.q, s.v_size))
+        def step(sums, i, carry):
+            added, p, top, total = carry
+            slot = lax.rem(i - 1, stages)
+            v_tile = smem["v"].at[slot]
+            start = lambda: (sums.start(p, v_tile), 1)
+            p_next, top, total, keep, new = weigh(i, start, top, total)
+            new = sums.wait(new, v_tile)
+            plgpu.barrier_arrive(smem["v_free"].at[slot])
+            return sums.add(added, new, keep), form.settled(p_next), top, total
+
+        def walk_tiles(sums):
+            start = (row_of(-jnp.inf), row_of(0.0))
+            p, top, total, _, _ = weigh(int32(0), lambda: (None, 0), *start)
+            carry = (sums.none, p, top, total)
+            step_of = functools.partial(step, sums)
+            added, p, top, total = lax.fori_loop(1, walk.count, step_of, carry)
+            slot = lax.rem(walk.count - 1, stages)
+            v_tile = smem["v"].at[slot]
+            take()
+            new = sums.start(p, v_tile)
+            give()
+            new = sums.wait(new, v_tile)
+            plgpu.barrier_arrive(smem["v_free"].at[slot])
+            return sums.all(added, new), top, total
+
+        row_of = lambda x: plgpu.layout_cast(jnp.full((t.q,), x, jnp.float32), row_layout())
+        scope_of_sums = lambda body: scope(body, "acc", call.sizes.v_size)
+        acc, top, total = form.summed(scope_of_sums, walk_tiles)
         self._last_turn(warpgroup, smem)
         self._finish(walk, warpgroup, q0, acc, top, total, results, smem)
 
@@ -262,7 +271,7 @@ class _Forward:
         acc = acc * over_rows(inverse, (t.q, size))
         # What sees an infinite value is NaN, however the weights fall.
         acc = jnp.where(jnp.abs(acc) < jnp.inf, acc, jnp.nan)
-        values = (top * (self.call.factor / LOG2E), total, acc.sum(axis=1))
+        values = (top * self.form.in_scores, total, acc.sum(axis=1))
         for value, ref, buffer in zip(values, statistics, smem["statistics"], strict=True):
             buffer.at[warpgroup][...] = value
             plgpu.commit_smem()
