@@ -147,9 +147,8 @@ def flex_attention(
         order, if that is faster.
       implementation: "blockwise" (any device), "mosaic_gpu" (kernels for NVIDIA's Hopper, forward
         and reverse mode), "reference" (dense, for tests), or None to choose: see `which`.
-      format: of the numbers that are multiplied: None for the dtype of q, or "e4m3", 8 bits, which
-        is faster on NVIDIA's Hopper and off by some 5 % of an output's size, where bfloat16 is by
-        0.3 %. Each query of a head has a scale of its own, a power of two; keys share theirs, and
+      format: of the numbers that are multiplied: None for the dtype of q, or "e4m3", 8 bits, whose
+        outputs are off by some 5 % of their size, where those of bfloat16 are by 0.3 %. Each query of a head has a scale of its own, a power of two; keys share theirs, and
         values too, by blocks of 128 and head. Scores and sums stay float32, mods see true scores.
         The same rounding everywhere: other devices, and calls that the kernel does not take,
         emulate it, which `which` tells. The derivative is that of attention, in the dtype of q, at

@@ -162,7 +162,8 @@ def _attend(
     lists = steps(
         spec, block_map, mods.context, mods_batch, heads, heads, origin, q_len, kv_len, tiles
     )
-    q, k, v = (padded(x, 32 if spec.format else 16) for x in (q, k, v))
+    units = (32, 32, 64) if spec.format else (16, 16, 16)
+    q, k, v = map(padded, (q, k, v), units)
     sizes = Sizes(batch, q_len, kv_len, heads, k.shape[2], q.shape[-1], v.shape[-1], mods_batch)
     call = Call(
         sizes, Programs(*mods.programs, spec.scale, spec.dropout), tiles, q.dtype, jnp.dtype(dtype),

@@ -43,7 +43,7 @@ class InEight(NamedTuple):
 
 
 def in_eight(q, k, v, *, interpret=None) -> InEight:
-    """Rounds arrays of 16 bits; the sizes of q's and k's heads are multiples of 32."""
+    """Rounds arrays of 16 bits; the head sizes of q and k are multiples of 32, of v of 64."""
     floor = eight.floor_of(q.dtype)
     q, of_queries = _Narrow("queries", floor)(q, interpret)
     k, of_keys = _Narrow("keys", floor)(k, interpret)
@@ -89,10 +89,9 @@ class _Narrow:
 
     def _entry(self, mma, x_ref, out_ref, scales_ref):
         size = x_ref.shape[-1]
-        whole = -(-size // _ROWS) * _ROWS if self.kind == "values" else size
-        rows = (whole, eight.BLOCK) if self.kind == "values" else (eight.BLOCK, size)
+        rows = (size, eight.BLOCK) if self.kind == "values" else (eight.BLOCK, size)
         scratch = {
-            "x": tiled((eight.BLOCK, whole), x_ref.dtype),
+            "x": tiled((eight.BLOCK, size), x_ref.dtype),
             "out": tiled(rows, _E4M3),
             "scales": plgpu.SMEM((eight.BLOCK,), jnp.float32),
             "full": plgpu.Barrier(),
@@ -104,8 +103,7 @@ class _Narrow:
         x_ref, out_ref, scales_ref = refs
         batch, head, block = map(lax.axis_index, ("batch", "head", "block"))
         rows = plgpu.ds(block * eight.BLOCK, eight.BLOCK)
-        columns = slice(None) if self.kind != "values" else plgpu.ds(0, smem["x"].shape[1])
-        plgpu.copy_gmem_to_smem(x_ref.at[batch, rows, head, columns], smem["x"], smem["full"])
+        plgpu.copy_gmem_to_smem(x_ref.at[batch, rows, head], smem["x"], smem["full"])
         plgpu.barrier_wait(smem["full"])
         tiles = smem["out"].shape[0] // _ROWS
 
@@ -141,7 +139,7 @@ class _Narrow:
         if self.kind == "queries":
             plgpu.copy_smem_to_gmem(smem["scales"], scales_ref.at[batch, head, rows])
         if self.kind == "values":
-            out = out_ref.at[batch, head, columns, rows]
+            out = out_ref.at[batch, head, slice(None), rows]
         else:
             out = out_ref.at[batch, rows, head]
         plgpu.copy_smem_to_gmem(smem["out"], out)

@@ -81,8 +81,9 @@ class Tiles:
             that is looked up.
           eight: whether numbers of 8 bits are multiplied, whose sums take registers twice.
         """
-        width, unit = (1, 32) if eight else (2, 16)
-        qk_size, v_size = (-(-size // unit) * unit for size in (qk_size, v_size))  # are padded
+        width, units = (1, (32, 64)) if eight else (2, (16, 16))
+        sizes = zip((qk_size, v_size), units, strict=True)
+        qk_size, v_size = (-(-size // unit) * unit for size, unit in sizes)  # they are padded
         # The output's tile and the scores' in float32, the weights' as they are multiplied, over
         # 128 threads.
         # What is looked up is another tile in float32, of which one half is needed at a time.
