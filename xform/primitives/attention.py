@@ -148,11 +148,12 @@ def flex_attention(
       implementation: "blockwise" (any device), "mosaic_gpu" (kernels for NVIDIA's Hopper, forward
         and reverse mode), "reference" (dense, for tests), or None to choose: see `which`.
       format: of the numbers that are multiplied: None for the dtype of q, or "e4m3", 8 bits, whose
-        outputs are off by some 5 % of their size, where those of bfloat16 are by 0.3 %. Each query of a head has a scale of its own, a power of two; keys share theirs, and
-        values too, by blocks of 128 and head. Scores and sums stay float32, mods see true scores.
-        The same rounding everywhere: other devices, and calls that the kernel does not take,
-        emulate it, which `which` tells. The derivative is that of attention, in the dtype of q, at
-        the rounded q, k and v, straight through the rounding; its forward pass runs besides.
+        outputs are off by some 5 % of their size, where those of bfloat16 are by 0.3 %. Each query
+        of a head has a scale of its own, a power of two; keys share theirs, and values too, by
+        blocks of 128 and head. Scores and sums stay float32, mods see true scores. The rounding is
+        the same everywhere: other devices, and calls that the kernel does not take, emulate it,
+        which `which` tells. The derivative is that of attention, in the dtype of q, at the rounded
+        q, k and v, straight through the rounding; it makes a forward pass of its own.
 
     Returns:
       The output in the dtype of q; with a non-empty `aux`, `(output, Aux)`.
