@@ -196,9 +196,10 @@ def in_eight(tile):
 def weights_in_eight(tile):
     """The same, 256 times as large, of numbers from 0 to 1.75.
 
-    The instruction that makes e4m3 seems as slow as an exponential. But where no number is negative,
-    and none is 2 or more, the upper half of a float16 is the e4m3 number of the same bits, which is
-    256 times as large, also below the least normal one: what is left is to round, and to pick.
+    The instruction that makes e4m3 seems as slow as an exponential. But where no number is
+    negative, and none is 2 or more, the upper half of a float16 is the e4m3 number of the same
+    bits, which is 256 times as large, also below the least normal one: what is left is to round,
+    and to pick.
     """
     convert = """
     {
