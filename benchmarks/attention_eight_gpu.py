@@ -65,7 +65,7 @@ def main() -> None:
         flops = 4 * batch * length**2 * HEADS * SIZE
         for mask, share in ((None, 1.0), (causal(), 0.5)):
             for format in (None, "e4m3"):
-                name = f"{size} {'causal' if mask else 'full'}, {format or 'bf16'}"
+                name = f"{size} {'full' if mask is None else 'causal'}, {format or 'bf16'}"
                 f = jax.jit(partial(flex_attention, mask_mod=mask, format=format))
                 if mask is None:
                     errors[name] = f"{error(f, q, k, v):.1e} | {error(f, q, k, v + 1):.1e}"

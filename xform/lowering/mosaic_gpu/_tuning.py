@@ -149,7 +149,7 @@ def tiles_of(
     tiles = Tiles(**tuned[key(size, length_class(kv_len), mods_class(programs))])
     vectors = vectors_of(programs)
     if eight:
-        tiles = Tiles(warpgroups=2, q=64, kv=128, stages=4)
+        tiles = Tiles(warpgroups=2, q=64, kv=128, stages=4, in_turns=True, persistent=True)
     for smaller in _smaller(tiles):
         if smaller.fit(qk_size, v_size, vectors, eight=eight):
             return smaller
