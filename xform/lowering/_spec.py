@@ -158,6 +158,8 @@ class Spec:
       mask_dims: those of "bhqk" that the mask depends on.
       dropout: the rate; if not 0, the last array of the context is the key.
       deterministic: whether a second run must give the same bits.
+      format: "e4m3" if q, k, v and weights are rounded to it where they are multiplied, each by
+        scales of its own (see `_eight`), or None.
     """
 
     scale: float
@@ -168,6 +170,7 @@ class Spec:
     mask_dims: str = ""
     dropout: float = 0.0
     deterministic: bool = True
+    format: str | None = None
 
     @property
     def wide(self) -> jnp.dtype:

@@ -33,6 +33,7 @@ from xform.jaxpr._intern import latest
 from xform.lowering._at_pairs import modified
 from xform.lowering._contract import contract
 from xform.lowering._dropout import kept
+from xform.lowering._eight import rounded_weights
 from xform.lowering._spec import At, Read, Spec
 
 ROW, COL = "row", "col"
@@ -94,6 +95,8 @@ def weighted(spec: Spec, at: At, p, v, dtype=None):
     """`sum_j p_ij v_j` over a tile, `[g,q,v]`, after dropout; of operands rounded to `dtype`."""
     if spec.dropout:
         p = p * at.over("hqk", partial(kept, at.key, spec.dropout)).astype(p.dtype)
+    if spec.format:
+        p = rounded_weights(p, spec.dropout)
     return _contract(at, p, v, "row", dtype or spec.dtype)
 
 

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from xform.lowering._contract import wide_of
+from xform.lowering._eight import FORMATS
 from xform.primitives._choose import IMPLEMENTATIONS
 from xform.primitives._objects import Mod, Shape
 from xform.primitives._open import open_mods
@@ -21,8 +22,9 @@ _LONGEST = 2**30
 
 
 def check_arguments(
-    q, k, v, sinks, dropout_rate, dropout_key, aux, implementation, *, caller="flex_attention"
-) -> None:
+    q, k, v, sinks, dropout_rate, dropout_key, aux, implementation, format=None, *,
+    caller="flex_attention",
+) -> None:  # fmt: skip
     """Raises one error that lists everything wrong with the arguments."""
     wrong = []
     arrays = {"q": q, "k": k, "v": v} | ({} if sinks is None else {"sinks": sinks})
@@ -63,6 +65,13 @@ def check_arguments(
         wrong.append(f"`aux` asks for {unknown}; there is {list(_AUX)}")
     if implementation not in IMPLEMENTATIONS:
         wrong.append(f"`implementation` is {implementation!r}; there is {list(IMPLEMENTATIONS)}")
+    if format not in FORMATS:
+        wrong.append(f"`format` is {format!r}; there is {list(FORMATS)}")
+    elif format and "max" in aux:
+        wrong.append(
+            f'`aux` asks for "max", which attention in {format} does not know: its rows are taken '
+            "relative to scores and the scales of values; leave out one of `format` and `max`"
+        )
     if wrong:
         raise ValueError(f"{caller}: {'; '.join(wrong)}.")
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple, TypedDict, Unpack, overload
 
@@ -30,6 +31,7 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Float
 
 from xform._compat import Primitive
+from xform.lowering import _eight as eight
 from xform.lowering import blockwise, reference
 from xform.lowering._contract import rounded, wide_of
 from xform.lowering._dropout import threefry
@@ -83,6 +85,7 @@ class _Options(TypedDict, total=False):
     dropout_key: Array | None
     deterministic: bool
     implementation: str | None
+    format: str | None
 
 
 @overload
@@ -117,6 +120,7 @@ def flex_attention(
     aux: Sequence[str] = (),
     deterministic: bool = True,
     implementation: str | None = None,
+    format: str | None = None,
 ) -> Float[Array, "B T H V"] | tuple[Float[Array, "B T H V"], Aux]:
     """Returns attention of q over k and v, with the user's functions inside.
 
@@ -143,6 +147,13 @@ def flex_attention(
         order, if that is faster.
       implementation: "blockwise" (any device), "mosaic_gpu" (kernels for NVIDIA's Hopper, forward
         and reverse mode), "reference" (dense, for tests), or None to choose: see `which`.
+      format: of the numbers that are multiplied: None for the dtype of q, or "e4m3", 8 bits, whose
+        outputs are off by some 5 % of their size, where those of bfloat16 are by 0.3 %. Each query
+        of a head has a scale of its own, a power of two; keys share theirs, and values too, by
+        blocks of 128 and head. Scores and sums stay float32, mods see true scores. The rounding is
+        the same everywhere: other devices, and calls that the kernel does not take, emulate it,
+        which `which` tells. The derivative is that of attention, in the dtype of q, at the rounded
+        q, k and v, straight through the rounding; it makes a forward pass of its own.
 
     Returns:
       The output in the dtype of q; with a non-empty `aux`, `(output, Aux)`.
@@ -161,7 +172,7 @@ def flex_attention(
     """
     aux = (aux,) if isinstance(aux, str) else aux
     q, k, v, sinks = from_numpy(q, k, v, sinks)
-    check_arguments(q, k, v, sinks, dropout_rate, dropout_key, aux, implementation)
+    check_arguments(q, k, v, sinks, dropout_rate, dropout_key, aux, implementation, format)
     shape = Shape(q.shape[0], q.shape[2], q.shape[1], k.shape[1])
     check_mods(score_mod, mask_mod, scale, shape)
     score_mod, mask_mod = of_pairs(shape, score_mod, mask_mod)
@@ -171,11 +182,12 @@ def flex_attention(
     if implementation == "reference":
         check_places(q, score_mod, mask_mod, shape)
         attend = reference.attend
+        q, k, v = eight.rounded(q, k, v) if format else (q, k, v)
     else:
         # What sinks scale is rounded after that, and only then.
         attend = partial(
             _attend, implementation=implementation, deterministic=deterministic,
-            wide=sinks is not None, shape=shape,
+            wide=sinks is not None, shape=shape, format=format,
         )  # fmt: skip
     out, lse, *peak = attend(
         q, k, v, score_mod=score_mod, mask_mod=mask_mod, scale=scale, peak="max" in aux,
@@ -191,7 +203,7 @@ def flex_attention(
 
 def _attend(
     q, k, v, *, score_mod, mask_mod, scale, dropout_rate, dropout_key, peak, implementation,
-    deterministic=True, wide=False, shape=None,
+    deterministic=True, wide=False, shape=None, format=None,
 ):  # fmt: skip
     """Output, log-sum-exp and, with `peak`, the maximum, by the primitive.
 
@@ -199,8 +211,9 @@ def _attend(
     held to it.
     """
     spec, captures, context = _traced(
-        q, score_mod, mask_mod, scale, dropout_rate, deterministic=deterministic, shape=shape
-    )
+        q, score_mod, mask_mod, scale, dropout_rate,
+        deterministic=deterministic, shape=shape, format=format,
+    )  # fmt: skip
     if implementation is not None:
         choose(implementation, spec, q.shape, *v.shape[1::2], peak=peak, device=None)
     context = (*context, dropout_key) if dropout_rate else context
@@ -212,7 +225,9 @@ def _attend(
     return out, log_sum(top, total), *maximum[:1]
 
 
-def _traced(q, score_mod, mask_mod, scale, dropout_rate, *, deterministic: bool = True, shape=None):
+def _traced(
+    q, score_mod, mask_mod, scale, dropout_rate, *, deterministic=True, shape=None, format=None
+):
     """The user's program, the arrays that its score reads, and those that masks and indices do."""
     if isinstance(scale, jax.Array):  # it may be traced, and has a gradient: a capture like others
         scaled = partial(_scaled, score_mod, scale)
@@ -220,7 +235,7 @@ def _traced(q, score_mod, mask_mod, scale, dropout_rate, *, deterministic: bool 
     mods = take_apart(score_mod, mask_mod, wide_of(q.dtype), shape)
     spec = Spec(
         float(scale), jnp.dtype(q.dtype),
-        mods.score, mods.reads, mods.mask, mods.mask_dims, dropout_rate, deterministic,
+        mods.score, mods.reads, mods.mask, mods.mask_dims, dropout_rate, deterministic, format,
     )  # fmt: skip
     return spec, mods.captures, mods.context
 
@@ -259,7 +274,7 @@ def which(
     score, mask = of_pairs(shape, *mods)
     spec, captures, context = _traced(
         q, score, mask, q.shape[-1] ** -0.5 if scale is None else scale,
-        float(options.get("dropout_rate", 0.0)), shape=shape,
+        float(options.get("dropout_rate", 0.0)), shape=shape, format=options.get("format"),
     )  # fmt: skip
     device, asked = default_device(), options.get("implementation")
     if gradient:
@@ -268,7 +283,7 @@ def which(
         linear = (*(False for _ in moving), *(True for m in moving if m))
         read = (x for x, moves in zip(captures, moving[5:], strict=True) if moves)
         shapes = [*(x.shape[3:] for x in (q, k, v)), *(x.shape for x in read)]
-        fn = Transpose(Jvp(Attend(spec), moving), linear, tuple(shapes))
+        fn = Transpose(Jvp(Attend(_unrounded(spec)), moving), linear, tuple(shapes))
         choice = choose_for_sum(asked, fn, (q, None, None, k, v, *captures), device)
     else:
         choice = choose(asked, spec, q.shape, *v.shape[1::2], peak="max" in aux, device=device)
@@ -381,38 +396,51 @@ def _impl(
     chosen = choose(
         implementation, spec, q.shape, *v.shape[hidden + 1 :: 2], peak=peak, device=device
     ).name
-    arrays = (hidden, q, k, v, captures, context)
     if chosen == "mosaic_gpu":
         from xform.lowering import mosaic_gpu
 
         options = dict(origin=origin, dtype=dtype, device=device.kind)
-        return mosaic_gpu.attend(spec, kinds, *arrays, **options)
+        return mosaic_gpu.attend(spec, kinds, hidden, q, k, v, captures, context, **options)
+    if spec.format:
+        q, k, v = eight.rounded(q, k, v)
     # A wide output becomes the "delta" of a row's derivatives, which add up to zero only if both
     # are made of the same weights; on a CPU, unrounded ones cost a few percent of a backward pass.
     exact = device.platform == "cpu" and not device.counted
     out, top, total, *argmax = blockwise.attend(
-        spec, kinds, *arrays, origin=origin, peak=peak, weights=dtype if exact else None
+        spec,
+        kinds,
+        hidden,
+        q,
+        k,
+        v,
+        captures,
+        context,
+        origin=origin,
+        peak=peak,
+        weights=dtype if exact else None,
     )
     return [out.astype(dtype), top, total, *((top, *argmax) if peak else ())]
 
 
-def _jvp(primals, tangents, *, spec, hidden, dtype, peak, implementation):
+def _jvp(primals, tangents, *, spec, dtype, **params):
     """`out = A / L` at a fixed maximum and a fixed `norm`, so `d out = (dA - out dL) / L`.
 
     L is 1 here, but has derivatives (see `Attend`). Transposed, with `do` the cotangent of the
     output, A gets `do` and L gets `-(out . do)`, the "delta" of FlashAttention. The output is kept
     unrounded for it: at a narrow dtype its rounding would be the largest error of every gradient.
+    So would that of weights in 8 bits, of which the derivative knows nothing.
     """
+    values = None
+    if spec.format:
+        values = flex_attention_p.bind(*primals, spec=spec, dtype=dtype, **params)
+        primals, spec = [*eight.rounded(*primals[:3]), *primals[3:]], _unrounded(spec)
+    hidden, peak, implementation = (params[n] for n in ("hidden", "peak", "implementation"))
     q, k, v, captures, context = _split(primals, spec)
     dq, dk, dv, dcaptures, _ = _split(tangents, spec)
     out, top, total, *maximum = flex_attention_p.bind(
-        *primals,
-        spec=spec,
-        hidden=hidden,
-        dtype=spec.wide,
-        peak=peak,
-        implementation=implementation,
+        *primals, spec=spec, dtype=spec.wide, **params
     )
+    values = values or [out.astype(dtype), top, total, *maximum]
     moving = (dq, None, None, dk, dv, *dcaptures)
     nonzero = tuple(t is not None and type(t) is not ad.Zero for t in moving)
     fixed = jax.lax.stop_gradient(total)
@@ -425,8 +453,7 @@ def _jvp(primals, tangents, *, spec, hidden, dtype, peak, implementation):
         implementation=implementation,
     )  # fmt: skip
     d_out = (d_sum - d_one[..., None] * out) * blockwise.inverse(total * norm)[..., None]
-    d_total = d_one * fixed
-    values = [out.astype(dtype), top, total, *maximum]
+    d_total = d_one * jax.lax.stop_gradient(values[2])
     # The cotangent of a wide output is rounded as products of it are, so that "delta" agrees.
     d_out = d_out.astype(dtype) if dtype == spec.dtype else rounded(d_out, spec.dtype)
     derivatives = [d_out, ad.Zero(jax.typeof(top)), d_total]
@@ -435,6 +462,11 @@ def _jvp(primals, tangents, *, spec, hidden, dtype, peak, implementation):
         d_max = _d_max(primals, tangents, top, argmax, spec=spec, hidden=hidden)
         derivatives += [d_max, ad.Zero(jax.typeof(argmax).to_tangent_aval())]
     return values, derivatives
+
+
+def _unrounded(spec: Spec) -> Spec:
+    """The program whose derivative is taken: that of the rounded arrays, in their dtype."""
+    return replace(spec, format=None)
 
 
 def _d_max(primals, tangents, top, argmax, *, spec, hidden):
@@ -455,6 +487,9 @@ def _d_max(primals, tangents, top, argmax, *, spec, hidden):
 
 def _transpose(cts, *args, spec, hidden, dtype, peak, implementation):
     """Attention is linear in v alone: `out = A` of `Attend`, whose L is 1."""
+    if spec.format:
+        q, k, _ = eight.rounded(*args[:2], args[1])
+        args, spec = [q, k, *args[2:]], _unrounded(spec)
     q, k, v, captures, context = _split(args, spec)
     others = (q, k, *captures, *context)
     if not ad.is_undefined_primal(v) or any(map(ad.is_undefined_primal, others)):

@@ -6,8 +6,9 @@ makes of a tile), `_backward`, `_backward_narrow` and `_backward_wide` (D and V 
 together), `_backward_pairs` (what pairs read) and `_gradient`. Of few queries: `_packed` (heads as
 rows), `_decode` and `_merge` (the kernels), `_split_keys` (what a call becomes). Of cross entropy:
 `_product`, `_logits` (how its tiles end), `_loss` (what a call becomes); of products in 8 bits:
-`_scaled`. Of `fuse`: `_row_geometry` (which rows a warpgroup has), `_row_memory`, `_row_values`
-(what operations do), `_row_passes`, `_rows`.
+`_scaled`. Of attention in 8 bits: `_forward_eight` (what differs), `_narrow` (the arrays),
+`_tensor_cores`. Of `fuse`: `_row_geometry` (which rows a warpgroup has), `_row_memory`,
+`_row_values` (what operations do), `_row_passes`, `_rows`.
 """
 
 from xform.lowering.mosaic_gpu._attend import attend as attend

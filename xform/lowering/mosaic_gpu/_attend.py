@@ -16,7 +16,7 @@ from xform.lowering._dropout import kept
 from xform.lowering._spec import EMPTY, FULL, PARTIAL, Spec
 from xform.lowering.mosaic_gpu._program import TileProgram, split
 from xform.lowering.mosaic_gpu._split_keys import Few, decode, plan_if_few
-from xform.lowering.mosaic_gpu._tuning import Tiles, tiles_of
+from xform.lowering.mosaic_gpu._tuning import MOST_IN_EIGHT, Tiles, tiles_of
 
 _DTYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
 _MOST = 256
@@ -37,10 +37,16 @@ def misfits(spec: Spec, q_shape: Sequence[int], kv_len: int, v_size: int) -> lis
     """
     size = max(q_shape[-1], v_size)
     wrong = of_types(spec, size, max(q_shape[-3], kv_len))
+    if spec.format and v_size > MOST_IN_EIGHT:
+        wrong.append(
+            f"values with a head size of {v_size}; products in 8 bits have registers for at most "
+            f"{MOST_IN_EIGHT}"
+        )
+        return wrong
     try:
         parts = programs(spec)
         if size <= _MOST:
-            tiles_of(parts, kv_len, q_shape[-1], v_size)
+            tiles_of(parts, kv_len, q_shape[-1], v_size, eight=bool(spec.format))
     except NotImplementedError as e:
         wrong.append(str(e))
     return wrong
@@ -137,7 +143,9 @@ def _attend(
     # Pallas is slow to import, and only wanted where a kernel is built.
     from xform.lowering.mosaic_gpu._call import Call, Programs, Sizes
     from xform.lowering.mosaic_gpu._careful import careful
-    from xform.lowering.mosaic_gpu._forward import forward
+    from xform.lowering.mosaic_gpu._forward import Forward, forward
+    from xform.lowering.mosaic_gpu._forward_eight import ForwardInEight
+    from xform.lowering.mosaic_gpu._narrow import in_eight
     from xform.lowering.mosaic_gpu._twins import Hardware, Twin
 
     (batch, q_len, heads, size), kv_len, v_size = q.shape, k.shape[1], v.shape[-1]
@@ -149,23 +157,30 @@ def _attend(
             mods_batch=mods_batch, plan=plan, interpret=interpret,
         )  # fmt: skip
     parts = programs(spec)
-    tiles = tiles or tiles_of(parts, kv_len, size, v_size, device)
+    tiles = tiles or tiles_of(parts, kv_len, size, v_size, device, eight=bool(spec.format))
     mods = Mods.of(spec, parts, captures, context)
     operands = mods.operands(mods_batch, heads, origin, q_len, kv_len, tiles)
     lists = steps(
         spec, block_map, mods.context, mods_batch, heads, heads, origin, q_len, kv_len, tiles
     )
-    q, k, v = map(padded, (q, k, v))
+    units = (32, 32, 64) if spec.format else (16, 16, 16)
+    q, k, v = map(padded, (q, k, v), units)
     sizes = Sizes(batch, q_len, kv_len, heads, k.shape[2], q.shape[-1], v.shape[-1], mods_batch)
     call = Call(
-        sizes, Programs(*mods.programs, spec.scale), tiles, q.dtype, jnp.dtype(dtype),
+        sizes, Programs(*mods.programs, spec.scale, spec.dropout), tiles, q.dtype, jnp.dtype(dtype),
         bool(lists), Twin() if interpret else Hardware(),
     )  # fmt: skip
-    out, top, total, sums = forward(call, q, k, v, lists, operands, interpret=interpret)
+    fast, arrays, body = call, (q, k, v), Forward
+    if spec.format:
+        arrays, body = in_eight(q, k, v, interpret=interpret), ForwardInEight
+        fast = call.in_eight
+    out, top, total, sums = forward(
+        fast, *arrays, steps=lists, operands=operands, body=body, interpret=interpret
+    )
     if spec.mask is not None:
         finite = jnp.isfinite(sums[..., :q_len]).all().astype(jnp.int32)[None]
         out = careful(call, q, k, v, lists, operands, out, finite, interpret=interpret)
-    if spec.score is not None:
+    if spec.score is not None and not spec.format:
         total = total * jnp.exp2(-residue(top))
     per_row = lambda x: x[..., :q_len].swapaxes(1, 2)
     return [out[:, :q_len, :, :v_size], per_row(top), per_row(total)]

@@ -31,6 +31,8 @@ LOG2E = math.log2(math.e)
 _CACHE = 40 * 2**20
 # Of an H200 and an H100. Where there are fewer, some blocks wait for others to end.
 MULTIPROCESSORS = 132
+# Scales of scores that are larger can wait, times those of 8 bits too: no product of them is 0.
+_LEAST = 2.0**-8
 # Elements that one bulk copy moves along a dimension.
 _LONGEST_COPY = 256
 
@@ -44,12 +46,14 @@ class Programs:
       mask: of a partial tile.
       dropout: the factor on each weight.
       scale: on the product `q . k`.
+      rate: of dropout.
     """
 
     score: TileProgram | None
     mask: TileProgram | None
     dropout: TileProgram | None
     scale: float
+    rate: float = 0.0
 
     @property
     def all(self) -> list[TileProgram]:
@@ -204,6 +208,16 @@ class Call:
     @property
     def shape(self) -> tuple[int, int]:
         return self.tiles.shape
+
+    @property
+    def eight(self) -> bool:
+        """Whether q, k and v are numbers of 8 bits, with scales."""
+        return self.narrow.itemsize == 1
+
+    @property
+    def in_eight(self) -> Call:
+        """The same call of arrays in 8 bits."""
+        return dataclasses.replace(self, narrow=jnp.dtype(jnp.float8_e4m3fn))
 
     @property
     def moving(self) -> str:
@@ -362,20 +376,28 @@ class Call:
     @property
     def factor(self) -> float:
         """What makes the numbers of `scores` exponents of 2: without a mod, the scale waits."""
-        plain = self.programs.score is None and self.programs.scale > 0
+        least = _LEAST if self.eight else 0
+        plain = self.programs.score is None and self.programs.scale > least
         return self.programs.scale * LOG2E if plain else LOG2E
 
-    def scores(self, s_tile, place: Place, partial, values):
+    def scores(self, s_tile, place: Place, partial, values, units=None):
         """Modified scores, minus infinity where hidden, and what makes them exponents of 2.
+
+        That is a number, or with `units` one for each row.
 
         Args:
           s_tile: the product of queries and keys.
           place: where it is.
           partial: whether the mask is needed.
           values: the operands.
+          units: what makes the product one of true numbers, of each row; None for 1.
         """
         programs, factor = self.programs, self.factor
-        if factor == LOG2E:
+        if units is not None and factor != LOG2E:
+            factor = units * factor
+        elif units is not None:
+            s_tile = s_tile * over_rows(units * programs.scale, self.shape)
+        elif factor == LOG2E:
             s_tile = s_tile * programs.scale
         if programs.score is not None:
             s_tile = self.run(programs.score, place, values, s_tile)
@@ -526,12 +548,10 @@ def lead(ref, b, head):
 
 def tiled(shape: tuple[int, ...], dtype, swizzle: int | None = None):
     """Shared memory in the layout that products and bulk copies want: rows of up to 128 bytes."""
-    swizzle = swizzle or swizzle_of(shape[-1], dtype)
-    tile = (8, swizzle // jnp.dtype(dtype).itemsize)
-    return plgpu.SMEM(shape, dtype, transforms=plgpu.layout(tile, swizzle))
+    transforms = plgpu.tiles_of(shape[-1], jnp.dtype(dtype).itemsize, swizzle)
+    return plgpu.SMEM(shape, dtype, transforms=transforms)
 
 
 def swizzle_of(size: int, dtype) -> int:
     """The widest swizzle, in bytes, that divides a row."""
-    width = size * jnp.dtype(dtype).itemsize
-    return next(n for n in (128, 64, 32) if width % n == 0)
+    return plgpu.swizzle_of(size, jnp.dtype(dtype).itemsize)

@@ -14,7 +14,7 @@ Q K'` of the next tile and `O += P V` of this one with the softmax of the next:
 and, in turns, with the others: one issues its products while another computes its softmax.
 
 Shapes: q `[B,T,H,D]`, k `[B,S,K,D]`, v `[B,S,K,V]`; a tile is `q x kv` pairs. D and V are
-multiples of 16 and at most 256.
+multiples of 16 and at most 256. In 8 bits: see `_forward_eight`.
 
 A block may own several rows of tiles, one after the other (`Tiles.persistent`): keys of the next
 are then loaded while the last one is finished, and its warpgroups need not wait for one another.
@@ -28,6 +28,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -53,21 +54,23 @@ _COMPUTE_REGISTERS = {2: 240, 3: 160}
 _LOAD_REGISTERS = 24
 
 
-def forward(call: Call, q, k, v, steps, operands, *, interpret=None):
+def forward(call: Call, q, k, v, *scales, steps, operands, body: type[Forward], interpret=None):
     """Runs the kernel.
 
     Args:
       call: what is static.
-      q, k, v: as above, bfloat16 or float16.
+      q, k, v: as above, bfloat16 or float16; with `scales`, all of `InEight`.
       steps: `(order [U,W,R], count [U,W,R,2], cols [U,W,R,C])`, int32: the rows of tiles, the
         most work first; how many tiles of a row are partial, and live; their columns, partial ones
         first. U is 1 or the batch of the mods, W is 1 or H. Empty where all tiles are full.
       operands: those of `call.operands`.
+      body: of the kernel.
       interpret: parameters of the interpreter, for tests without a GPU.
 
     Returns:
-      out `[B,T,H,V]`; of each row the maximum, the sum of the exponentials relative to it, and the
-      sum of the output, which is finite if the row is, `[B,H,R * rows]`, float32.
+      out `[B,T,H,V]`; of each row the maximum (in 8 bits another number, where the exponents of
+      values have a say), the sum of the exponentials relative to it, and the sum of the output,
+      which is finite if the row is, `[B,H,R * rows]`, float32.
     """
     s, tiles = call.sizes, call.tiles
     statistic = jax.ShapeDtypeStruct((s.batch, s.heads, s.rows(tiles) * tiles.rows), jnp.float32)
@@ -78,22 +81,36 @@ def forward(call: Call, q, k, v, steps, operands, *, interpret=None):
         # The longest rows of all come first: what is dealt out so is about the same for all blocks.
         share = Share((("row", rows), ("batch", s.batch), ("head", s.heads)))
         grid = share.grid
-    body = _Forward(call, share).entry
-    run = launch(body, "flex_attention", tiles.warpgroups, out, grid, interpret)
-    return run(q, k, v, *steps, *operands)
+    run = launch(body(call, share).entry, "flex_attention", tiles.warpgroups, out, grid, interpret)
+    return run(q, k, v, *scales, *steps, *operands)
 
 
 @dataclasses.dataclass(frozen=True)
-class _Forward:
+class Forward:
     """The body of the kernel; a method is what one warpgroup does.
 
     Attributes:
       call: what is static.
       share: which rows of tiles a block owns; None for the one of its place in the grid.
+      scales: how many arrays of scales there are.
     """
 
     call: Call
     share: Share | None
+    scales: ClassVar[int] = 0
+
+    @property
+    def in_scores(self) -> float:
+        """What makes the number that a row is taken relative to a score."""
+        return self.call.factor / LOG2E
+
+    def values_tile(self) -> tuple[int, int]:
+        """The shape of a tile of values."""
+        return self.call.tiles.kv, self.call.sizes.v_size
+
+    def values_at(self, batch, keys, kv_head) -> tuple:
+        """Where it is in memory."""
+        return batch, keys, kv_head
 
     def entry(self, *refs):
         """Allocates shared memory and sends each warpgroup to its work."""
@@ -107,7 +124,7 @@ class _Forward:
         scratch = {
             "q": tiled((groups, t.q, s.qk_size), call.narrow),
             "k": tiled((n, t.kv, s.qk_size), call.narrow),
-            "v": tiled((n, t.kv, s.v_size), call.narrow),
+            "v": tiled((n, *self.values_tile()), call.narrow),
             "out": tiled((groups, buffers, t.q, chunk), call.out),
             "statistics": [rows] * 3,
             "vectors": call.vector_buffers(n),
@@ -126,6 +143,7 @@ class _Forward:
 
     def _body(self, refs, smem: dict):
         q_ref, k_ref, v_ref, *rest = refs
+        scales, rest = rest[: self.scales], rest[self.scales :]
         n = 3 if self.call.sparse else 0
         steps, operands, results = rest[:n], rest[n:-4], rest[-4:]
         warpgroup, count = lax.axis_index("warpgroup"), self.call.tiles.warpgroups
@@ -147,7 +165,7 @@ class _Forward:
             self._first_turn(warpgroup, smem)
             for_each_row(
                 lambda walk, done: self._compute(
-                    walk, done, warpgroup, q_ref, operands, results, smem
+                    walk, done, warpgroup, q_ref, scales, operands, results, smem
                 )
             )
             self._last_turn(warpgroup, smem)
@@ -173,16 +191,18 @@ class _Forward:
         def _(i):
             slot = lax.rem(done + i, stages)
             col = walk.col(i)
-            source = (walk.batch, plgpu.ds(col * t.kv, t.kv), kv_head)
+            keys = plgpu.ds(col * t.kv, t.kv)
+            k_tile = k_ref.at[walk.batch, keys, kv_head]
+            v_tile = v_ref.at[self.values_at(walk.batch, keys, kv_head)]
             again = done + i >= stages
             plgpu.when(again)(lambda: plgpu.barrier_wait(smem["k_free"].at[slot]))
-            plgpu.copy_gmem_to_smem(k_ref.at[source], smem["k"].at[slot], smem["k_full"].at[slot])
+            plgpu.copy_gmem_to_smem(k_tile, smem["k"].at[slot], smem["k_full"].at[slot])
             place = Place(walk.row * t.rows, col * t.kv)
             self.call.copy_vectors(
                 walk.b, walk.head, place, operands, smem["vectors"], slot, smem["k_full"].at[slot]
             )
             plgpu.when(again)(lambda: plgpu.barrier_wait(smem["v_free"].at[slot]))
-            plgpu.copy_gmem_to_smem(v_ref.at[source], smem["v"].at[slot], smem["v_full"].at[slot])
+            plgpu.copy_gmem_to_smem(v_tile, smem["v"].at[slot], smem["v_full"].at[slot])
 
         return done + walk.count
 
@@ -197,8 +217,9 @@ class _Forward:
 
     # -- the warpgroups that compute ---------------------------------------------------------------
 
-    def _compute(self, walk: Walk, done, warpgroup, q_ref, operands, results, smem: dict):
+    def _compute(self, walk: Walk, done, warpgroup, q_ref, scales, operands, results, smem: dict):
         """Computes a warpgroup's part of a row of tiles, after `done` tiles of earlier rows."""
+        del scales
         call, t, s = self.call, self.call.tiles, self.call.sizes
         mma, stages = call.mma, int32(t.stages)
         q0 = walk.row * t.rows + warpgroup * t.q
@@ -320,7 +341,7 @@ class _Forward:
         acc = acc * over_rows(inverse, (t.q, size))
         # What sees an infinite value is NaN, however the weights fall.
         acc = jnp.where(jnp.abs(acc) < jnp.inf, acc, jnp.nan)
-        values = (top * (self.call.factor / LOG2E), total, acc.sum(axis=1))
+        values = (top * self.in_scores, total, acc.sum(axis=1))
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # of the row before
         for value, ref, buffer in zip(values, statistics, smem["statistics"], strict=True):
             buffer.at[warpgroup][...] = value

@@ -118,9 +118,9 @@ def _tile(shape: tuple[int, int], element, at, signed: bool | None):
     return plgpu.FragmentedArray(_registers=registers, _layout=_LAYOUT, _is_signed=signed)
 
 
-def _places(registers: tuple[int, ...], shape: tuple[int, int]) -> Iterator[tuple]:
+def _places(registers: tuple[int, ...], shape: tuple[int, int], layout=_LAYOUT) -> Iterator[tuple]:
     """Every register of a thread, and the row and column of its first element in thread 0."""
-    strides = _LAYOUT.tiling.tile_strides((shape[1], 1))
+    strides = layout.tiling.tile_strides((shape[1], 1))
     for place in np.ndindex(registers):
         linear = sum(i * s for i, s in zip(place, strides, strict=False))
         yield place, linear // shape[1], linear % shape[1]
@@ -176,6 +176,73 @@ def _fours(registers, shape: tuple[int, int]):
     col = arith.muli(arith.remui(thread, constant(64)), constant(4))
     for n in range(shape[1] // 8):
         yield (at[0, 8 * n], at[8, 8 * n]), [arith.addi(row, constant(2 * n)), col]
+
+
+def in_eight(tile):
+    """A float32 tile in e4m3, as the first operand of a product in 8 bits has it.
+
+    The registers of a thread stay where they are, so that of every 16 columns the order is another.
+    """
+    convert = """
+    {
+    .reg .b16 low, high;
+    cvt.rn.satfinite.e4m3x2.f32 low, $2, $1;
+    cvt.rn.satfinite.e4m3x2.f32 high, $4, $3;
+    mov.b32 $0, {low, high};
+    }"""
+    return _four_in_one(tile, convert)
+
+
+def weights_in_eight(tile):
+    """The same, 256 times as large, of numbers from 0 to 1.75.
+
+    The instruction that makes e4m3 seems as slow as an exponential. But where no number is
+    negative, and none is 2 or more, the upper half of a float16 is the e4m3 number of the same
+    bits, which is 256 times as large, also below the least normal one: what is left is to round,
+    and to pick.
+    """
+    convert = """
+    {
+    .reg .b32 low, high;
+    cvt.rn.f16x2.f32 low, $2, $1;
+    cvt.rn.f16x2.f32 high, $4, $3;
+    mad.lo.s32 low, low, 2, 0x00800080;
+    mad.lo.s32 high, high, 2, 0x00800080;
+    prmt.b32 $0, low, high, 0x7531;
+    }"""
+    return _four_in_one(tile, convert)
+
+
+def _four_in_one(tile, convert: str):
+    """What an instruction makes of four numbers of a row, as one register."""
+    i32 = ir.IntegerType.get_signless(32)
+    e4m3 = ir.VectorType.get((4,), ir.Float8E4M3FNType.get())
+    layout = plgpu.EightBits
+    at = {(r, c): place for place, r, c in _places(tile.registers.shape, tile.shape)}
+    registers = np.empty(layout.registers_shape(tile.shape), dtype=object)
+    for place, row, col in _places(registers.shape, tile.shape, layout):
+        pairs = (tile.registers[at[row, col + n]] for n in (0, 8))
+        four = [_element(pair, n) for pair in pairs for n in (0, 1)]
+        packed = llvm.inline_asm(i32, four, convert, "=r,f,f,f,f")
+        word = vector.broadcast(ir.VectorType.get((1,), i32), packed)
+        registers[place] = vector.bitcast(e4m3, word)
+    return plgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
+
+
+def copied(tile):
+    """A tile of 8 bits in other registers, from here on."""
+    i32 = ir.IntegerType.get_signless(32)
+    one, e4m3 = ir.VectorType.get((1,), i32), tile.registers.flat[0].type
+
+    def copy(register):
+        word = _element(vector.bitcast(one, register), 0)
+        word = llvm.inline_asm(i32, [word], "mov.b32 $0, $1;", "=r,r", has_side_effects=True)
+        return vector.bitcast(e4m3, vector.broadcast(one, word))
+
+    registers = np.empty_like(tile.registers)
+    for place in np.ndindex(registers.shape):
+        registers[place] = copy(tile.registers[place])
+    return plgpu.FragmentedArray(_registers=registers, _layout=tile.layout, _is_signed=None)
 
 
 def _thread():

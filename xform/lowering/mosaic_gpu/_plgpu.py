@@ -5,6 +5,7 @@ Imported by the lowering alone, when a kernel is built: it is slow to import.
 
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.mosaic.gpu import mma_utils as mma_utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 kernel, SMEM, Barrier, Layout = plgpu.kernel, plgpu.SMEM, plgpu.Barrier, plgpu.Layout
@@ -28,9 +29,26 @@ load, layout_cast, broadcasted_iota, set_max_registers = (
 inline_mgpu, RefType, ShapeDtypeStruct = plgpu.inline_mgpu, plgpu.RefType, plgpu.ShapeDtypeStruct
 ds, when, loop, run_scoped = pl.ds, pl.when, pl.loop, pl.run_scoped
 FragmentedArray, FragmentedLayout = mgpu.FragmentedArray, mgpu.WGMMA_LAYOUT
+EightBits, Accumulators = mgpu.WGMMA_LAYOUT_8BIT, mgpu.fragmented_array.WGMMA_LAYOUT_ACC_32BIT
+optimization_barrier = mgpu.fragmented_array.optimization_barrier
+memref_transpose = mgpu.memref_transpose
 StridedLayout = mgpu.WGStridedFragLayout
 memref_ptr, thread_idx = mgpu.utils.memref_ptr, mgpu.utils.thread_idx
 warpgroup_barrier = mgpu.utils.warpgroup_barrier
+
+
+ACCUMULATORS = plgpu.Layout._WGMMA_ACC_32BIT
+
+
+def swizzle_of(size: int, itemsize: int) -> int:
+    """The widest swizzle, in bytes, that divides a row."""
+    return next(n for n in (128, 64, 32) if size * itemsize % n == 0)
+
+
+def tiles_of(size: int, itemsize: int, swizzle: int | None = None) -> tuple:
+    """The layout that products and bulk copies want, of rows with `size` numbers."""
+    swizzle = swizzle or swizzle_of(size, itemsize)
+    return layout((8, swizzle // itemsize), swizzle)
 
 
 def layout(tile: tuple[int, int], swizzle: int) -> tuple:

@@ -121,6 +121,8 @@ def plan_if_few(spec: Spec, few: Few) -> Plan | None:
     There are keys enough to split, and the forward kernel's tiles would be empty for the most part,
     or its blocks too few for all multiprocessors.
     """
+    if spec.format:  # there is no decoding kernel in 8 bits
+        return None
     enough = few.kv_len >= max(_FEWEST, _PER_QUERY * few.new)
     idle = few.new * few.group <= ROWS or few.batch * few.heads < _PROCESSORS
     return plan_of(spec, few) if enough and idle and not unsuited(spec, few) else None

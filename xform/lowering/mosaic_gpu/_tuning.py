@@ -26,6 +26,8 @@ _SHARED, _UNIT = 227 * 1024, 1024
 # 32-bit registers of a thread, by the number of computing warpgroups, and what the tiles leave free
 # for all else: addresses, statistics, a mod's own values.
 REGISTERS, _SPARE = {2: 240, 3: 160}, 32
+MOST_IN_EIGHT = 128
+"""The largest head size of values in 8 bits: their sums take registers twice."""
 # Columns of dK and dV that one warpgroup has registers for.
 _NARROW = 256
 # Tiles of a batch entry that are on their way at a time.
@@ -72,30 +74,37 @@ class Tiles:
         """Of a tile in registers: what is owned comes first."""
         return (self.kv, self.q) if self.by_keys else (self.q, self.kv)
 
-    def fit(self, qk_size: int, v_size: int, vectors: Sequence[str] = ()) -> bool:
+    def fit(
+        self, qk_size: int, v_size: int, vectors: Sequence[str] = (), *, eight: bool = False
+    ) -> bool:
         """Whether they fit into registers and shared memory.
 
         Args:
           qk_size, v_size: head sizes.
           vectors: COL or BAND for each vector that travels with the keys, and TILE for each array
             that is looked up.
+          eight: whether numbers of 8 bits are multiplied, whose sums take registers twice.
         """
-        qk_size, v_size = (-(-size // 16) * 16 for size in (qk_size, v_size))  # they are padded
-        # The output's tile and the scores' in float32, the weights' in 16 bits, over 128 threads.
+        width, units = (1, (32, 64)) if eight else (2, (16, 16))
+        sizes = zip((qk_size, v_size), units, strict=True)
+        qk_size, v_size = (-(-size // unit) * unit for size, unit in sizes)  # they are padded
+        # The output's tile and the scores' in float32, the weights' as they are multiplied, over
+        # 128 threads.
         # What is looked up is another tile in float32, of which one half is needed at a time.
         looked_up = 2 * vectors.count(TILE) * self.kv
-        tile = self.q * (4 * v_size + 4 * self.kv + 2 * self.kv + looked_up) // (4 * 128)
+        sums = 8 * v_size if eight else 4 * v_size
+        tile = self.q * (sums + 4 * self.kv + width * self.kv + looked_up) // (4 * 128)
         if tile + _SPARE > REGISTERS[self.warpgroups]:
             return False
         out = min(2 if v_size <= 128 else 1, max(1, v_size // 64))
-        width = {COL: self.kv, BAND: self.kv + self.rows, TILE: 0}
+        length = {COL: self.kv, BAND: self.kv + self.rows, TILE: 0}
         buffers = [
-            2 * self.rows * qk_size,
-            2 * self.stages * self.kv * qk_size,
-            2 * self.stages * self.kv * v_size,
+            width * self.rows * qk_size,
+            width * self.stages * self.kv * qk_size,
+            width * self.stages * self.kv * v_size,
             2 * self.rows * out * 64,
             *[4 * self.rows] * 3,
-            *[4 * self.stages * width[vector] for vector in vectors],
+            *[4 * self.stages * length[vector] for vector in vectors],
             2 * _UNIT,  # what reductions may take
             _UNIT,  # barriers
         ]
@@ -123,7 +132,7 @@ def vectors_of(programs: Sequence[TileProgram | None]) -> list[str]:
 
 def tiles_of(
     programs: Sequence[TileProgram | None], kv_len: int, qk_size: int, v_size: int,
-    device: str | None = None,
+    device: str | None = None, *, eight: bool = False,
 ) -> Tiles:  # fmt: skip
     """Returns the tiles for a call.
 
@@ -132,6 +141,7 @@ def tiles_of(
       kv_len, qk_size, v_size: S, D and V.
       device: the kind of the device, as JAX calls it; None, or one that was never measured, is
         taken for an H200: all Hoppers have its multiprocessors.
+      eight: whether numbers of 8 bits are multiplied.
 
     Raises:
       NotImplementedError: none fit, for all the vectors that the programs read.
@@ -140,8 +150,10 @@ def tiles_of(
     tuned = _table().get(device or _DEVICE, _table()[_DEVICE])["forward"]
     tiles = Tiles(**tuned[key(size, length_class(kv_len), mods_class(programs))])
     vectors = vectors_of(programs)
+    if eight:
+        tiles = Tiles(warpgroups=2, q=64, kv=128, stages=4, in_turns=True, persistent=True)
     for smaller in _smaller(tiles):
-        if smaller.fit(qk_size, v_size, vectors):
+        if smaller.fit(qk_size, v_size, vectors, eight=eight):
             return smaller
     raise NotImplementedError(
         f"{len(vectors)} vectors that travel with the keys (reads by key, or by query minus key); "

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -19,13 +20,17 @@ from xform.lowering.mosaic_gpu._fragments import (
     add_by_thread,
     await_count,
     band_tile,
+    copied,
     count_up,
+    in_eight,
     index_tile,
     load_by_thread,
     lookup_tile,
     store_by_thread,
+    weights_in_eight,
 )
 from xform.lowering.mosaic_gpu._lookup import Lookup
+from xform.lowering.mosaic_gpu._tensor_cores import finished, started
 
 
 class Hardware:
@@ -52,6 +57,52 @@ class Hardware:
     def tv(self, acc, p, v):
         """Adds `p' v`."""
         plgpu.wgmma(acc, p.T, v)
+
+    def in_eight(self, x):
+        """A tile in e4m3, every 16 columns in the order of `in_order`."""
+        return _narrowed(in_eight, x)
+
+    def weights_in_eight(self, p):
+        """The same of weights up to 1.75, 256 times as large."""
+        return _narrowed(weights_in_eight, p)
+
+    def started(self, x, y):
+        """Starts `x y'` of 8 bits, into registers of its own."""
+        tiles = lambda ref: plgpu.RefType(plgpu.tiles_of(ref.shape[1], 1))
+        in_registers = isinstance(x, jax.Array)
+        shape = x.shape[0], y.shape[0]
+        swizzle = plgpu.swizzle_of(y.shape[1], 1)
+
+        first = plgpu.Layout.WGMMA_8BIT if in_registers else tiles(x)
+
+        @_inline(shape, jnp.float32, first, tiles(y), layout=plgpu.ACCUMULATORS)
+        def start(ctx, x, y):
+            del ctx
+            return started(x, y, swizzle)
+
+        return start(x, y)
+
+    def finished(self, tile, in_flight: int, *operands):
+        """The result of such a product, once at most `in_flight` later ones still run."""
+        del operands
+
+        @_inline(tile.shape, jnp.float32, plgpu.ACCUMULATORS)
+        def finish(ctx, tile):
+            del ctx
+            return finished(tile, in_flight)
+
+        return finish(tile)
+
+    def copied(self, p):
+        """Weights in e4m3 in registers that no product in flight reads, from here on."""
+        layout = plgpu.Layout.WGMMA_8BIT
+
+        @_inline(p.shape, p.dtype, layout, layout=layout)
+        def same(ctx, p):
+            del ctx
+            return copied(p)
+
+        return same(p)
 
     def add_to(self, ref, buffer):
         """Adds a tile of shared memory to global memory, which no other block touches."""
@@ -149,6 +200,10 @@ class Hardware:
         """A tile of shared memory as values."""
         return plgpu.load(buffer, layout=plgpu.Layout.WGMMA)
 
+    def turned(self, buffer):
+        """A tile of shared memory, columns as rows."""
+        return plgpu.load(buffer.T, layout=plgpu.Layout.WGMMA)
+
     def column(self, buffer):
         """A vector over columns, from shared memory."""
         return plgpu.load(buffer, layout=plgpu.Layout.WGMMA.reduce(0), optimized=False)
@@ -194,10 +249,22 @@ def _effect(*arguments) -> Callable[[Callable], Callable]:
     return plgpu.inline_mgpu(arg_types=arguments)
 
 
-def _inline(shape, dtype, *arguments) -> Callable[[Callable], Callable]:
+def _inline(shape, dtype, *arguments, layout=plgpu.Layout.WGMMA) -> Callable[[Callable], Callable]:
     """Marks a function of Mosaic's context and these arguments that makes a tile."""
-    result = plgpu.ShapeDtypeStruct(shape, dtype, layout=plgpu.Layout.WGMMA)
+    result = plgpu.ShapeDtypeStruct(shape, dtype, layout=layout)
     return plgpu.inline_mgpu(arg_types=arguments, return_type=result)
+
+
+def _narrowed(how: Callable, x):
+    """A tile of 8 bits, as the first operand of a product has it."""
+    layout = plgpu.Layout.WGMMA_8BIT
+
+    @_inline(x.shape, jnp.float8_e4m3fn, plgpu.Layout.WGMMA, layout=layout)
+    def narrowed(ctx, x):
+        del ctx
+        return how(x)
+
+    return narrowed(x)
 
 
 class Twin:
@@ -220,6 +287,22 @@ class Twin:
 
     def tv(self, acc, p, v):
         acc[...] = acc[...] + _product(p[...], v[...], 0, 0)
+
+    def started(self, x, y):
+        return _product(x if isinstance(x, jax.Array) else x[...], y[...], 1, 1)
+
+    def finished(self, tile, in_flight: int, *operands):
+        del in_flight
+        return tile + sum(map(_read_again, operands))
+
+    def in_eight(self, x):
+        return in_order(jnp.clip(x, -448.0, 448.0)).astype(jnp.float8_e4m3fn)
+
+    def weights_in_eight(self, p):
+        return self.in_eight(p * 256.0)
+
+    def copied(self, p):
+        return p
 
     def add_to(self, ref, buffer):
         ref[...] = ref[...] + buffer[...]
@@ -270,6 +353,9 @@ class Twin:
     def tile(self, buffer):
         return buffer[...]
 
+    def turned(self, buffer):
+        return buffer[...].T
+
     def column(self, buffer):
         x = buffer[...]
         plgpu.commit_smem()
@@ -304,6 +390,12 @@ def filled(tile, lookup: Lookup, indices: list):
         outside = jnp.broadcast_to(index < 0, tile.shape)
         tile = jnp.where(outside, jnp.asarray(lookup.fill, tile.dtype), tile)
     return tile
+
+
+def in_order(x):
+    """Every 16 of the last dimension, in the order in which threads hold a product's result."""
+    pairs = x.reshape(*x.shape[:-1], -1, 2, 4, 2)
+    return pairs.swapaxes(-3, -2).reshape(x.shape)
 
 
 def _read_again(ref):
