@@ -24,7 +24,7 @@ from functools import cached_property
 from xform._attention_cost import attention_program
 from xform._compat import Jaxpr, weakref_lru_cache
 from xform._expand import Made
-from xform._library import flattens, hand_over, reordered
+from xform._library import LIBRARY, by_element, flattens, hand_over, reordered
 from xform._masked import MASKED
 from xform._program import VIEWS, Node, Region, Value, merge, own_inputs, program, prune
 from xform._rows import ROWS
@@ -533,6 +533,8 @@ def _overwritten(node: Node, result: int) -> Sequence[Value]:
     """
     if node.name == "running_end":  # a CPU cuts its operand into runs
         return ()
+    if node.name == LIBRARY and isinstance(node, Made):
+        return by_element(node)
     if _fusible(node):
         return node.ins
     if node.name in _IN_PLACE:

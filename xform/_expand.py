@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax.core import ShapedArray
 
 from xform._cost_rules import aval
-from xform._program import Node, Region, Value
+from xform._program import VIEWS, Node, Region, Value
 from xform._split import GPUS, Gpu, Product, parts
 
 # XLA's: a running sum is taken of so many elements at once.
@@ -147,6 +147,31 @@ def _choice(node: Node, shared: dict) -> list[Node] | None:
     return None
 
 
+def _reciprocal(node: Node, shared: dict) -> list[Node] | None:
+    """A quotient by what is spread out is a product with its reciprocal, which is found once."""
+    above, below = node.ins
+    small = _spread_from(below)
+    if small.size in (1, node.outs[0].size) or not jnp.issubdtype(small.aval.dtype, jnp.floating):
+        return None
+    nodes: list[Node] = []
+    if ("1/", below) not in shared:
+        nodes.append(_make("div", node, [small], (small.aval.shape, small.aval.dtype)))
+        if small is not below:
+            assert below.node is not None
+            form = below.aval.shape, below.aval.dtype
+            nodes.append(_make("broadcast_in_dim", below.node, nodes[0].outs, form))
+        shared["1/", below] = nodes[-1].outs[0]
+    return [*nodes, _made("mul", node, [above, shared["1/", below]], node.outs)]
+
+
+def _spread_from(v: Value) -> Value:
+    """The smaller array that one is only spread out from, or itself."""
+    made = v.node
+    while made is not None and made.name in VIEWS:
+        made = made.ins[0].node
+    return made.ins[0] if made is not None and made.name == "broadcast_in_dim" else v
+
+
 def _largest_of_windows(node: Node, shared: dict, *, alone: bool) -> list[Node]:
     """The place of each largest element, coordinate by coordinate; then what is added there.
 
@@ -207,6 +232,7 @@ def _split(node: Node, shared: dict, *, gpu: Gpu) -> list[Node] | None:
 
 _RUNNING = ("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp")
 _CPU: Mapping[str, Rule] = {
+    "div": _reciprocal,
     "mul": _choice,
     "random_bits": _random_bits,
     "unstack": _unstack,

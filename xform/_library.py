@@ -23,6 +23,7 @@ from xform._cost_rules import aval
 from xform._expand import Made
 from xform._program import VIEWS, Node, Region, Value, folded
 
+LIBRARY = "library"
 # What the library computes by element, in these types, where it is enough to be worth the call.
 BY_ELEMENT = frozenset(
     {
@@ -146,6 +147,8 @@ def _reordered_for_product(numbers: tuple, *shapes: tuple) -> dict[int, tuple[in
         wide = [sum(shape[d] > 1 for d in dims) for dims in (free, contract[i])]
         if i == 0 and max(wide) > 1:  # one that is no matrix as it is can't be turned as well
             del orders[1]
+        if i == 1 and len(free) > 1:
+            del orders[0]
         kept = [d for d, n in enumerate(shape) if n > 1]  # one element has no place of its own
         if kept not in ([d for d in order if shape[d] > 1] for order in orders):
             found[i] = orders[0]
@@ -165,6 +168,15 @@ def _reordered_for_convolution(node: Node) -> dict[int, tuple[int, ...]]:
     image, kernel = numbers.lhs_spec, numbers.rhs_spec
     wanted = (image[0], *image[2:], image[1]), (*kernel[2:], kernel[1], kernel[0])
     return {i: order for i, order in enumerate(wanted) if order != tuple(sorted(order))}
+
+
+def by_element(kernel: Made) -> list[Value]:
+    """The operands of which a kernel of the library reads each element where it puts a result."""
+    moved: set[Value] = set()
+    for node in reversed(kernel.members):
+        here = moved.isdisjoint(node.outs) and node.name in BY_ELEMENT | _BESIDE
+        moved.update(v for v in node.ins if not here or v.size != node.outs[0].size)
+    return [v for v in kernel.ins if v not in moved]
 
 
 # ---- what it runs at once ------------------------------------------------------------------------
@@ -210,7 +222,7 @@ def _kernel(
         return None
     inside = {v for member in members[group] for v in member.outs}
     ins = dict.fromkeys(v for member in members[group] for v in member.ins if v not in inside)
-    return Made("library", node, list(ins), node.outs, members[group])
+    return Made(LIBRARY, node, list(ins), node.outs, members[group])
 
 
 def _grow(
