@@ -24,7 +24,7 @@ from functools import cached_property
 from xform._attention_cost import attention_program
 from xform._compat import Jaxpr, weakref_lru_cache
 from xform._expand import Made
-from xform._library import LIBRARY, by_element, flattens, hand_over, reordered
+from xform._library import LIBRARY, by_element, flattens, hand_over, makes_matrix, reordered
 from xform._masked import MASKED
 from xform._program import VIEWS, Node, Region, Value, merge, own_inputs, program, prune
 from xform._rows import ROWS
@@ -235,7 +235,7 @@ class Plan:
         for node in self.region.nodes:
             found: frozenset = frozenset()
             for v in node.ins:
-                if node.name in _MOVES:
+                if _moves(node) or (v.node is not None and makes_matrix(v.node)):
                     found |= self.reads(node, v)
                 elif v not in self.kept or v in self.again:
                     found |= bent.get(v, frozenset())
@@ -562,6 +562,14 @@ def _fuses_operands(node: Node, v: Value) -> bool:
     if node.name in _AT_INDICES:
         return v is not node.ins[0]
     return node.name in _FUSES
+
+
+def _moves(node: Node) -> bool:
+    """Whether a node reads other places than it writes."""
+    if node.name != "reshape":
+        return node.name in _MOVES
+    before, after = ([n for n in v.aval.shape if n > 1] for v in (node.ins[0], node.outs[0]))
+    return before != after
 
 
 def _reads_flat(node: Node, v: Value) -> bool:

@@ -162,6 +162,14 @@ def flattens(node: Node, i: int) -> bool:
     return len(wide.intersection(contract)) > 1 or len(wide - {*contract, *batch}) > 1
 
 
+def makes_matrix(node: Node) -> bool:
+    """Whether what a product makes has more dimensions than the matrices that XLA makes of it."""
+    if node.name != "dot_general":
+        return False
+    _, batch = node.eqn.params["dimension_numbers"]
+    return len(node.outs[0].aval.shape) > len(batch[0]) + 2
+
+
 def _reordered_for_convolution(node: Node) -> dict[int, tuple[int, ...]]:
     """An image is read with its features last, a kernel with those of the result last."""
     numbers = node.eqn.params["dimension_numbers"]
