@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax.core import ShapedArray
 
 from xform._cost_rules import aval
-from xform._program import VIEWS, Node, Region, Value
+from xform._program import VIEWS, Node, Region, Value, folded
 from xform._split import GPUS, Gpu, Product, parts
 
 # XLA's: a running sum is taken of so many elements at once.
@@ -164,6 +164,19 @@ def _reciprocal(node: Node, shared: dict) -> list[Node] | None:
     return [*nodes, _made("mul", node, [above, shared["1/", below]], node.outs)]
 
 
+def _into_sum(node: Node, shared: dict) -> list[Node] | None:
+    """What is scattered into zeros and then added to an array is added in that array's place."""
+    del shared
+    for v, array in zip(node.ins, node.ins[::-1], strict=True):
+        made = v.node
+        if made is None or made.name != "scatter-add" or made is array.node:
+            continue
+        zeros = made.ins[0].node
+        if zeros is not None and zeros.name == "broadcast_in_dim" and folded(zeros.ins[0]) == 0:
+            return [_made("scatter-add", made, [array, *made.ins[1:]], node.outs)]
+    return None
+
+
 def _spread_from(v: Value) -> Value:
     """The smaller array that one is only spread out from, or itself."""
     made = v.node
@@ -231,7 +244,9 @@ def _split(node: Node, shared: dict, *, gpu: Gpu) -> list[Node] | None:
 
 
 _RUNNING = ("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp")
+_BOTH: Mapping[str, Rule] = dict.fromkeys(("add", "add_any"), _into_sum)
 _CPU: Mapping[str, Rule] = {
+    **_BOTH,
     "div": _reciprocal,
     "mul": _choice,
     "random_bits": _random_bits,
@@ -240,6 +255,7 @@ _CPU: Mapping[str, Rule] = {
     **dict.fromkeys(_RUNNING, partial(_running, end="running_end")),
 }
 _GPU: Mapping[str, Rule] = {
+    **_BOTH,
     "select_and_scatter_add": partial(_largest_of_windows, alone=False),
     "sort": _stable,
     **dict.fromkeys(_RUNNING, partial(_running, end="add")),

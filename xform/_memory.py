@@ -224,7 +224,7 @@ def _planned(
     region = prune(merge(program(jaxpr, lower=lower)))
     if not breadth_first:
         mask_at_once(region)
-    region = expand(region, rules_of(name))
+    region = prune(expand(region, rules_of(name)))
     if is_gpu(name):
         by_rows(region)
     inputs = region.inputs[len(jaxpr.consts) :]
