@@ -54,7 +54,7 @@ def expand(region: Region, rules: Mapping[str, Rule]) -> Region:
     for node in _in_turn(region):
         rule = rules.get(node.name)
         nodes += (rule(node, shared) if rule else None) or [node]
-    region.nodes[:] = nodes
+    region.nodes[:] = _zeros_apart(nodes)
     return region
 
 
@@ -260,6 +260,28 @@ _GPU: Mapping[str, Rule] = {
     "sort": _stable,
     **dict.fromkeys(_RUNNING, partial(_running, end="add")),
 }
+
+
+# ---- zeros to add to ----------------------------------------------------------------------------
+
+
+def _zeros_apart(nodes: Sequence[Node]) -> list[Node]:
+    """A copy of each array of one number for every scatter into it, all made with the array."""
+    users: dict[Value, list[Node]] = {}
+    for node in nodes:
+        made = node.ins[0].node if node.name.startswith("scatter") else None
+        if made is not None and made.name == "broadcast_in_dim" and made.ins[0].size == 1:
+            users.setdefault(node.ins[0], []).append(node)
+    shared = {v: scatters for v, scatters in users.items() if len(scatters) > 1}
+    found: list[Node] = []
+    for node in nodes:
+        found.append(node)
+        for v in node.outs if shared else ():
+            for scatter in shared.get(v, ()):
+                form = v.aval.shape, v.aval.dtype
+                found.append(_make("copy of zeros", node, [v], form))
+                scatter.ins[0] = found[-1].outs[0]
+    return found
 
 
 # ---- products that are turned --------------------------------------------------------------------
