@@ -47,6 +47,7 @@ def hand_over(region: Region) -> Region:
         hand_over(inner)
     _turn(region)
     _copy(region)
+    _widen(region)
     _spread(region)
     region.nodes[:] = _grouped(region)
     return region
@@ -83,6 +84,52 @@ def _copy(region: Region) -> None:
             node.ins[i] = copies[v, order]
         nodes.append(node)
     region.nodes[:] = nodes
+
+
+def _widen(region: Region) -> None:
+    """Puts products of 16 bits that the library does not take into float32, operands before them.
+
+    One that is turned is turned as it is narrowed, and copied into the order of its dimensions.
+    """
+    wide: dict[Value, Value] = {}
+    nodes: list[Node] = []
+    for node in region.nodes:
+        if node.name not in _TAKEN or not _is_narrow(node.outs[0]) or _takes(node):
+            nodes.append(node)
+            continue
+        for i, v in enumerate(node.ins):
+            if v not in wide:
+                nodes.append(_converted(node, v, np.float32))
+                wide[v] = nodes[-1].outs[0]
+            node.ins[i] = wide[v]
+        (out,) = node.outs
+        turned = isinstance(node, Made)
+        node.outs = [Value(ShapedArray(out.aval.shape, np.dtype(np.float32)), node)]
+        nodes.append(node)
+        if turned:
+            narrow = Value(out.aval)
+            nodes.append(Made("turned copy", node, node.outs, [narrow]))
+            nodes.append(Made("copy", node, [narrow], [out]))
+        else:
+            nodes.append(Made("convert_element_type", node, node.outs, [out]))
+        for made in nodes[-2:]:
+            made.outs[0].node = made
+    region.nodes[:] = nodes
+
+
+def _converted(at: Node, v: Value, dtype: Any) -> Node:
+    out = Value(ShapedArray(v.aval.shape, np.dtype(dtype)))
+    out.node = Made("convert_element_type", at, [v], [out])
+    return out.node
+
+
+def _is_narrow(v: Value) -> bool:
+    return getattr(v.aval, "dtype", None) in ("float16", "bfloat16")
+
+
+def _takes(node: Node) -> bool:
+    """Whether the library takes a product as it is."""
+    return _has_types(node) and _TAKEN[node.name](node)
 
 
 def _spread(region: Region) -> None:
@@ -305,8 +352,10 @@ def _starts(node: Node) -> bool:
 
 def _joins(node: Node, least: int) -> bool:
     """Whether the library takes a node together with a sum."""
-    if node.name in _PRODUCTS:
-        return _PRODUCTS[node.name](node) and _has_types(node)
+    if node.name in _TAKEN:
+        return _takes(node)
+    if node.name in _WINDOWS:
+        return _takes_window(node) and _has_types(node)
     if node.name in _SUMS:
         return _is_enough(node, least) and _has_types(node)
     return _is_by_element(node) and (node.name not in BY_ELEMENT or _is_enough(node, least))
@@ -353,8 +402,5 @@ def _takes_window(node: Node) -> bool:
     return params["window_dimensions"] == params["window_strides"]
 
 
-_PRODUCTS = {
-    "dot_general": _takes_product,
-    "conv_general_dilated": _takes_convolution,
-    **dict.fromkeys(("reduce_window_max", "reduce_window_min", "reduce_window_sum"), _takes_window),
-}
+_TAKEN = {"dot_general": _takes_product, "conv_general_dilated": _takes_convolution}
+_WINDOWS = ("reduce_window_max", "reduce_window_min", "reduce_window_sum")
