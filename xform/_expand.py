@@ -20,6 +20,7 @@ from xform._cost_rules import aval
 from xform._program import VIEWS, Node, Region, Value, folded
 from xform._split import GPUS, Gpu, Product, parts
 
+MERGED = "merged product"
 # XLA's: a running sum is taken of so many elements at once.
 _RUN = 16
 
@@ -63,7 +64,7 @@ def rules_of(name: str) -> Mapping[str, Rule]:
     if name.lower() == "cpu":
         return _CPU
     gpu = _gpu(name)
-    return {**_GPU, "dot_general": partial(_split, gpu=gpu)} if gpu else {}
+    return {**_GPU, **dict.fromkeys(("dot_general", MERGED), partial(_split, gpu=gpu))} if gpu else {}
 
 
 def _gpu(name: str) -> Gpu | None:
@@ -232,14 +233,17 @@ def _split(node: Node, shared: dict, *, gpu: Gpu) -> list[Node] | None:
         return None
     k, b = (math.prod(left.shape[d] for d in dims) for dims in (contract, batch))
     sums = max(4, out.aval.dtype.itemsize)
+    m, n = (operand.size // max(1, k * b) for operand in (left, right))
+    if node.name == MERGED:
+        n = out.size // max(1, m * b)
     product = Product(
-        b, left.size // max(1, k * b), right.size // max(1, k * b), k,
+        b, m, n, k,
         left.dtype.itemsize, right.dtype.itemsize, out.aval.dtype.itemsize, sums,
     )  # fmt: skip
-    if (n := parts(product, gpu)) == 1:
+    if (count := parts(product, gpu)) == 1:
         return None
     dtype = jnp.float32 if out.aval.dtype.itemsize < 4 else out.aval.dtype
-    whole = _make("product_parts", node, node.ins, ((n, *out.aval.shape), dtype))
+    whole = _make("product_parts", node, node.ins, ((count, *out.aval.shape), dtype))
     return [whole, _made("parts_sum", node, whole.outs, [out])]
 
 
