@@ -64,7 +64,9 @@ def rules_of(name: str) -> Mapping[str, Rule]:
     if name.lower() == "cpu":
         return _CPU
     gpu = _gpu(name)
-    return {**_GPU, **dict.fromkeys(("dot_general", MERGED), partial(_split, gpu=gpu))} if gpu else {}
+    return (
+        {**_GPU, **dict.fromkeys(("dot_general", MERGED), partial(_split, gpu=gpu))} if gpu else {}
+    )
 
 
 def _gpu(name: str) -> Gpu | None:
@@ -151,7 +153,7 @@ def _choice(node: Node, shared: dict) -> list[Node] | None:
 def _reciprocal(node: Node, shared: dict) -> list[Node] | None:
     """A quotient by what is spread out is a product with its reciprocal, which is found once."""
     above, below = node.ins
-    small = _spread_from(below)
+    small = source(below)
     if small.size in (1, node.outs[0].size) or not jnp.issubdtype(small.aval.dtype, jnp.floating):
         return None
     nodes: list[Node] = []
@@ -178,7 +180,7 @@ def _into_sum(node: Node, shared: dict) -> list[Node] | None:
     return None
 
 
-def _spread_from(v: Value) -> Value:
+def source(v: Value) -> Value:
     """The smaller array that one is only spread out from, or itself."""
     made = v.node
     while made is not None and made.name in VIEWS:

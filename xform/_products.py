@@ -1,22 +1,20 @@
-"""What a GPU computes with its products: several at once, and what their operands are made of.
+"""What a GPU computes at once: products that share an operand, a convolution with what follows it.
 
 XLA makes one product of those that share an operand, with the other operands side by side
 (openxla/xla, xla/service/dot_merger.cc): the queries, keys and values of an attention, a primal
-and its tangent, the gradients of weights that read the same activations. And it computes what is
-made of one array, element by element, in the product that reads it (gemm_fusion.cc): the output of
-a ReLU is no array of its own, unless others need it.
+and its tangent, the gradients of weights that read the same activations. A convolution adds its
+bias and takes the ReLU in one call of cuDNN (xla/backends/gpu/transforms).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jax.core import ShapedArray
 
 from xform._cost_rules import aval
-from xform._expand import MERGED, Made
-from xform._library import BY_ELEMENT
+from xform._expand import MERGED, Made, source
 from xform._program import Node, Region, Value, folded
 
 # No product larger than this is made of several.
@@ -28,29 +26,23 @@ def at_once(region: Region) -> Region:
     for inner in region.bodies():
         at_once(inner)
     place = {node: i for i, node in enumerate(region.nodes)}
-    classes: dict[Any, list[Node]] = {}
-    for node in region.nodes:
-        if _is_plain(node):
-            for side in (0, 1):
-                classes.setdefault(_key(node, side), []).append(node)
-    users: dict[Value, list[int]] = {}
+    alike: dict[Any, list[Node]] = {}
+    users: dict[Value, list[Node]] = {}
     for node in region.nodes:
         for v in node.ins:
-            users.setdefault(v, []).append(place[node])
-    gone: set[Node] = set()
-    instead: dict[Node, list[Node]] = {}
-    for (side, *_), members in classes.items():
-        members = [node for node in members if node not in gone]
-        if len(members) > 1 and sum(_bytes(n) for n in members) <= _MOST:
-            at = _where(members, side, users, place)
-            if at is not None:
-                gone.update(members)
-                instead[at] = _merged(members, side)
-    if gone:
-        nodes = [
-            new for node in region.nodes for new in instead.get(node, [] if node in gone else [node])
-        ]
-        region.nodes[:] = nodes
+            users.setdefault(v, []).append(node)
+        for side in (0, 1) if _is_plain(node) else ():
+            alike.setdefault(_key(node, side), []).append(node)
+    instead: dict[Node, Sequence[Node]] = {}
+    for (side, *_), products in alike.items():
+        members = [node for node in products if node not in instead]
+        if len(members) < 2 or sum(map(_bytes, members)) > _MOST:
+            continue
+        if (at := _where(members, side, users, place)) is not None:
+            instead.update(dict.fromkeys(members, ()))
+            instead[at] = merged = _merged(members, side)
+            place.update(dict.fromkeys((*members, *merged), place[at]))
+    region.nodes[:] = [new for node in region.nodes for new in instead.get(node, (node,))]
     return region
 
 
@@ -76,15 +68,17 @@ def _bytes(node: Node) -> int:
 
 
 def _where(
-    members: Sequence[Node], side: int, users: dict[Value, list[int]], place: dict[Node, int]
+    members: Sequence[Node],
+    side: int,
+    users: Mapping[Value, Sequence[Node]],
+    place: Mapping[Node, int],
 ) -> Node | None:
     """Where all can be made at once: at the last, if nothing reads one before, or at the first."""
     first, last = members[0], members[-1]
-    read = min((min(users.get(n.outs[0], [len(place)])) for n in members), default=0)
-    if read > place[last]:
+    if all(place[user] > place[last] for n in members for user in users.get(n.outs[0], ())):
         return last
-    made = (n.ins[1 - side].node for n in members)
-    if all(maker is None or place[maker] < place[first] for maker in made):
+    makers = (n.ins[1 - side].node for n in members)
+    if all(maker is None or place[maker] < place[first] for maker in makers):
         return first
     return None
 
@@ -104,20 +98,50 @@ def _merged(members: Sequence[Node], side: int) -> list[Node]:
     return nodes
 
 
-def within(region: Region) -> Region:
-    """Has products read what their operands are computed from, where that is one array."""
+def activated(region: Region) -> Region:
+    """Has a convolution add its bias and take the ReLU of the sum, at every depth.
+
+    cuDNN does it in one call (cudnn_fused_conv_rewriter.cc). Where the sum is only compared with
+    zero besides, so is the ReLU: what the convolution makes is no array then.
+    """
     for inner in region.bodies():
-        within(inner)
+        activated(inner)
+    readers: dict[Value, list[Node]] = {}
     for node in region.nodes:
-        if node.name in ("dot_general", "product_parts", "merged product", "merged parts"):
-            node.ins = [_source(v) for v in node.ins]
+        for v in dict.fromkeys(node.ins):
+            readers.setdefault(v, []).append(node)
+    instead: dict[Node, Node] = {}
+    for node in region.nodes:
+        relu = _relu(node, readers, set(region.outputs))
+        if relu is None:
+            continue
+        (add,), (out,) = readers[node.outs[0]], relu.outs
+        ins = [*node.ins, *(v for v in add.ins if v is not node.outs[0])]
+        out.node = instead[relu] = Made("conv_general_dilated", node, ins, [out])
+        for other in readers[add.outs[0]]:
+            other.ins = [out if v is add.outs[0] else v for v in other.ins]
+    region.nodes[:] = [instead.get(node, node) for node in region.nodes]
     return region
 
 
-def _source(v: Value) -> Value:
-    while (node := v.node) is not None and node.name in BY_ELEMENT and not isinstance(node, Made):
-        large = [x for x in node.ins if folded(x) is None]
-        if len(large) != 1 or large[0].bytes > v.bytes or large[0].size != v.size:
-            break
-        (v,) = large
-    return v
+def _relu(node: Node, readers: dict[Value, list[Node]], outputs: set[Value]) -> Node | None:
+    """The ReLU that a convolution can take of its sum with a bias, if there is one."""
+    if node.name != "conv_general_dilated":
+        return None
+    (v,) = node.outs
+    if len(readers.get(v, ())) != 1 or v in outputs or readers[v][0].name != "add":
+        return None
+    (add,) = readers[v]
+    (total,) = add.outs
+    if all(source(x).size == v.size for x in add.ins):
+        return None
+    against_zero = [n for n in readers.get(total, ()) if _is_zero(n.ins[-1])]
+    found = [n for n in against_zero if n.name == "max"]
+    compared = [n for n in against_zero if n.name == "gt"]
+    if len(found) != 1 or total in outputs or len(found + compared) < len(readers[total]):
+        return None
+    return found[0]
+
+
+def _is_zero(v: Value) -> bool:
+    return folded(source(v)) == 0
