@@ -43,7 +43,7 @@ EXPENSIVE = _names(
     """
     exp exp2 expm1 log log1p log2 sqrt rsqrt cbrt pow sin cos tan asin acos atan atan2 sinh cosh
     tanh asinh acosh atanh logistic erf erfc erf_inv lgamma digamma div rem integer_pow
-    parts_sum
+    parts_sum windows
     """
 )
 CHEAP = _names(

@@ -188,6 +188,12 @@ def source(v: Value) -> Value:
     return made.ins[0] if made is not None and made.name == "broadcast_in_dim" else v
 
 
+def _windows(node: Node, shared: dict) -> list[Node]:
+    """Sums over windows are made in the kernel that reads them, and make their operand there."""
+    del shared
+    return [_made("windows", node, node.ins, node.outs)]
+
+
 def _largest_of_windows(node: Node, shared: dict, *, alone: bool) -> list[Node]:
     """The place of each largest element, coordinate by coordinate; then what is added there.
 
@@ -264,6 +270,7 @@ _GPU: Mapping[str, Rule] = {
     **_BOTH,
     "select_and_scatter_add": partial(_largest_of_windows, alone=False),
     "sort": _stable,
+    **dict.fromkeys(("reduce_window_sum", "reduce_window_max", "reduce_window_min"), _windows),
     **dict.fromkeys(_RUNNING, partial(_running, end="add")),
 }
 
