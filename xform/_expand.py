@@ -23,6 +23,7 @@ from xform._split import GPUS, Gpu, Product, parts
 MERGED = "merged product"
 # XLA's: a running sum is taken of so many elements at once.
 _RUN = 16
+_WARP = 32
 
 
 class Made(Node):
@@ -194,6 +195,13 @@ def _windows(node: Node, shared: dict) -> list[Node]:
     return [_made("windows", node, node.ins, node.outs)]
 
 
+def _few(node: Node, shared: dict) -> list[Node] | None:
+    """Sums of fewer than a warp's elements are made where they are read, as those of windows."""
+    if node.ins[0].size >= _WARP * node.outs[0].size:
+        return None
+    return _windows(node, shared)
+
+
 def _largest_of_windows(node: Node, shared: dict, *, alone: bool) -> list[Node]:
     """The place of each largest element, coordinate by coordinate; then what is added there.
 
@@ -270,6 +278,7 @@ _GPU: Mapping[str, Rule] = {
     **_BOTH,
     "select_and_scatter_add": partial(_largest_of_windows, alone=False),
     "sort": _stable,
+    **dict.fromkeys(("reduce_sum", "reduce_max", "reduce_min"), _few),
     **dict.fromkeys(("reduce_window_sum", "reduce_window_max", "reduce_window_min"), _windows),
     **dict.fromkeys(_RUNNING, partial(_running, end="add")),
 }
