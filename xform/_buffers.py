@@ -70,6 +70,7 @@ _IN_PLACE = _names(
 
 # Loops over tiles, which add up their results from zeros on.
 _ATTENTION = ("flex_attention", "tile_sum")
+_ADDS = ("add", "add_any")
 _SPREAD = ("broadcast_in_dim", "iota")
 _PRODUCTS = ("dot_general", "conv_general_dilated")
 # What reads other places than it writes.
@@ -191,8 +192,11 @@ class Plan:
 
     def _twice(self, node: Node, v: Value) -> bool:
         """Whether a value is kept because several kernels read it."""
-        # A CPU's compiler goes by who reads a value, of which here none needs it.
-        return _is_expensive(node, True) if self.cpu else _worth_keeping(node, v, False)
+        # A CPU's compiler goes by who reads a value, of which here none needs it; it makes products
+        # of two arrays in each kernel that reads them, but a sum of two arrays once.
+        if self.cpu and node.name not in _ADDS:
+            return _is_expensive(node, True)
+        return _worth_keeping(node, v, self.cpu)
 
     def _sinks(self, readers: Iterable[Node], kept: set[Value], ends: dict[Value, set]) -> set:
         """The kernels that compute a value with these readers inside; two stand for more."""
