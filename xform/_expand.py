@@ -195,6 +195,15 @@ def _windows(node: Node, shared: dict) -> list[Node]:
     return [_made("windows", node, node.ins, node.outs)]
 
 
+def _by_columns(node: Node, shared: dict) -> list[Node] | None:
+    """LAPACK's matrices lie column after column: each is copied into the order that others read."""
+    del shared
+    matrices = [v for v in node.outs if len(v.aval.shape) > 1]
+    instead = {v: Value(v.aval) for v in matrices}
+    call = _made("lapack", node, node.ins, [instead.get(v, v) for v in node.outs])
+    return [call, *(_made("copy", node, [instead[v]], [v]) for v in matrices)]
+
+
 def _few(node: Node, shared: dict) -> list[Node] | None:
     """Sums of fewer than a warp's elements are made where they are read, as those of windows."""
     if node.ins[0].size >= _WARP * node.outs[0].size:
@@ -264,10 +273,12 @@ def _split(node: Node, shared: dict, *, gpu: Gpu) -> list[Node] | None:
 
 
 _RUNNING = ("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp")
+_LAPACK = ("triangular_solve", "lu", "qr", "geqrf", "geqp3", "householder_product", "svd", "eigh")
 _BOTH: Mapping[str, Rule] = dict.fromkeys(("add", "add_any"), _into_sum)
 _CPU: Mapping[str, Rule] = {
     **_BOTH,
     "div": _reciprocal,
+    **dict.fromkeys(_LAPACK, _by_columns),
     "mul": _choice,
     "random_bits": _random_bits,
     "unstack": _unstack,
