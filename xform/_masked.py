@@ -114,22 +114,20 @@ def _kernel(group: Sequence[Node]) -> Made:
 
 
 def _turn(region: Region, masked: set[Value]) -> None:
-    """Has kernels make a copy besides for a product that reads another order of dimensions."""
+    """Makes copies of what a product reads in another order of dimensions than others do."""
     orders: dict[Value, set[tuple[int, ...] | None]] = {}
     for node in region.nodes:
         for i, v in enumerate(node.ins):
             orders.setdefault(v, set()).add(reordered(node).get(i))
-    turned: dict[tuple[Value, tuple[int, ...]], Value] = {}
+    nodes: list[Node] = []
     for node in region.nodes:
-        for i, order in reordered(node).items():
-            v = node.ins[i]
-            if v not in masked or len(orders[v]) == 1:
-                continue
-            if (v, order) not in turned:
-                turned[v, order] = out = Value(v.aval, v.node)
-                assert v.node is not None
-                v.node.outs.append(out)
-            node.ins[i] = turned[v, order]
+        for i in reordered(node):
+            if (v := node.ins[i]) in masked and len(orders[v]) > 1:
+                node.ins[i] = out = Value(v.aval)
+                out.node = Made("turned copy", node, [v], [out])
+                nodes.append(out.node)
+        nodes.append(node)
+    region.nodes[:] = nodes
 
 
 def _in_order(region: Region, kernels: Sequence[Made], masked: set[Value]) -> list[Node]:
