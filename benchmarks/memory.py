@@ -3,9 +3,9 @@
 `PYTHONPATH=examples:tests python benchmarks/memory.py [cpu] [H200] [--names WORD …]`. XLA compiles
 each program (some 5 minutes on a CPU for a CPU, 20 for an H200, which need not be there); `memory`
 only traces it. With `--found FILE` what XLA assigns is read from there, and added where it is not
-known yet: it does not change with the model. The table has every program whose peak is off by more than a tenth: what XLA
-assigns (arguments, results and temporaries, those that share memory once), what `memory` says, and
-the temporaries of both.
+known yet: it does not change with the model. The table has every program whose peak is off by more
+than a tenth: what XLA assigns (arguments, results and temporaries, those that share memory once),
+what `memory` says, and the temporaries of both.
 """
 
 import argparse
