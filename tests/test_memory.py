@@ -421,7 +421,7 @@ def test_a_gpu_holds_rows_of_a_softmax_beside_what_it_makes_of_them():
 
 
 def test_a_gpu_makes_products_that_share_an_operand_at_once():
-    """XLA's temporaries, compiled for an H200: 4 parts of both sums, and both of the layer before."""
+    """XLA's temporaries, compiled for an H200: 4 parts of both sums, and both layers before."""
     ws, x, t = [f32(512, 512)] * 3, f32(256, 512), f32(256, 512)
     push = lambda ws, x, t: jax.jvp(lambda x: unrolled(ws, x), (x,), (t,))
     parts = 4 * 2 * x.size * 4
