@@ -179,7 +179,11 @@ class Plan:
         for node in reversed(self.region.nodes):
             for v in node.outs if node.name not in ALIASES else ():
                 ends[v] = into = self._sinks(readers.get(v, ()), kept, ends)
-                if v in forced or not _fusible(node) or (len(into) > 1 and self._twice(node, v)):
+                if (
+                    v in forced
+                    or not _fusible(node)
+                    or (len(into) > 1 and self._twice(node, readers[v]))
+                ):
                     kept.add(v)
                 if self.cpu and v in forced and _fusible(node):
                     worth = v in direct or _is_expensive(node, True)
@@ -190,13 +194,15 @@ class Plan:
                 kept.add(v)
         return kept
 
-    def _twice(self, node: Node, v: Value) -> bool:
+    def _twice(self, node: Node, readers: Sequence[Node]) -> bool:
         """Whether a value is kept because several kernels read it."""
         # A CPU's compiler goes by who reads a value, of which here none needs it; it makes products
-        # of two arrays in each kernel that reads them, but a sum of two arrays once.
-        if self.cpu and node.name not in _ADDS:
+        # of two arrays in each kernel that reads them, but a sum once, unless only a ReLU reads it
+        # that is computed again itself.
+        rectified = len(readers) == 1 and readers[0].name in ("max", "min")
+        if self.cpu and (node.name not in _ADDS or rectified):
             return _is_expensive(node, True)
-        return _worth_keeping(node, v, self.cpu)
+        return _worth_keeping(node, node.outs[0], self.cpu)
 
     def _sinks(self, readers: Iterable[Node], kept: set[Value], ends: dict[Value, set]) -> set:
         """The kernels that compute a value with these readers inside; two stand for more."""
