@@ -350,6 +350,19 @@ def one_hot(w, x, labels):
     return -(jax.nn.one_hot(labels, w.shape[1]) * jax.nn.log_softmax(x @ w)).sum(-1).mean()
 
 
+def messages(ws, x, senders, receivers):
+    """What the neighbours of each node send, scattered into zeros in each round."""
+    for w in ws:
+        x = jax.nn.relu(jax.ops.segment_sum(x[senders] @ w, receivers, len(x)))
+    return (x**2).mean()
+
+
+def grouped(q, k, v):
+    """Attention of several queries to one key, whose weights have two dims beside the keys'."""
+    a = jax.nn.softmax(jnp.einsum("btkgd,bskd->bkgts", q, k))
+    return jnp.einsum("bkgts,bskd->btkgd", a, v)
+
+
 PARTS = {
     "remat, unrolled": (jax.grad(unrolled_again), [f32(512, 512)] * 8, f32(2048, 512)),
     "random numbers": (lambda k: jax.random.normal(k, (512, 512)), jax.random.key(0)),
@@ -366,6 +379,25 @@ PARTS = {
     ),
     "picked logits": (picked, f32(256, 2048), f32(512, 256), S((512,), jnp.int32)),
     "one-hot labels": (one_hot, f32(256, 2048), f32(512, 256), S((512,), jnp.int32)),
+    "scattered into a sum": (
+        lambda i, u, a, b: jnp.zeros((2048, 256)).at[i].add(u) + a @ b,
+        S((512,), jnp.int32), f32(512, 256), f32(2048, 64), f32(64, 256),
+    ),
+    "rounds of messages": (messages, f32(3, 64, 64), f32(1024, 64), *[S((4096,), jnp.int32)] * 2),
+    "narrow gradients": (
+        jax.grad(lambda w, x: (jax.nn.relu(x @ w).astype(jnp.float32) ** 2).sum()),
+        *bfloat16((f32(512, 512), f32(256, 512))),
+    ),
+    "softmax gradient": (jax.grad(lambda x: (jax.nn.softmax(x) ** 2).sum()), f32(512, 1024)),
+    "grouped attention": (
+        jax.grad(lambda *qkv: (grouped(*qkv) ** 2).sum(), (0, 1, 2)),
+        f32(2, 128, 2, 4, 32), *[f32(2, 128, 2, 32)] * 2,
+    ),
+    "equations": (jnp.linalg.solve, f32(256, 256), f32(256, 32)),
+    "sum of products": (
+        jax.grad(lambda a, w, x: (jax.nn.gelu(x @ w + (x @ a) @ a.T) ** 2).mean()),
+        f32(256, 8), f32(256, 256), f32(256, 256),
+    ),
 }  # fmt: skip
 
 
@@ -386,6 +418,35 @@ def test_a_gpu_holds_rows_of_a_softmax_beside_what_it_makes_of_them():
     args = f32(256, 4096), f32(1024, 256), S((1024,), jnp.int32)
     for loss in (picked, one_hot):
         assert memory(loss, device="H200")(*args).temporaries == pytest.approx(2 << 24, rel=0.01)
+
+
+def test_a_gpu_makes_products_that_share_an_operand_at_once():
+    """XLA's temporaries, compiled for an H200: 4 parts of both sums, and both layers before."""
+    ws, x, t = [f32(512, 512)] * 3, f32(256, 512), f32(256, 512)
+    push = lambda ws, x, t: jax.jvp(lambda x: unrolled(ws, x), (x,), (t,))
+    parts = 4 * 2 * x.size * 4
+    assert memory(push, device="H200")(ws, x, t).temporaries == pytest.approx(1.25 * parts, rel=0.1)
+
+
+def test_a_gpus_convolution_takes_its_bias_and_relu():
+    def loss(w, b, x):
+        y = jax.lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=DIMS)
+        return jax.nn.relu(y + b).sum()
+
+    args = f32(3, 3, 16, 64), f32(64), f32(8, 32, 32, 16)
+    report = memory(jax.value_and_grad(loss), device="H200")(*args)
+    one = 8 * 32 * 32 * 64 * 4
+    assert one <= report.temporaries < 2.5 * one
+
+
+@pytest.mark.parametrize("device", ["cpu", "H200"])
+def test_what_a_scan_stacks_and_nothing_needs_takes_no_memory(device):
+    def both(w, x):
+        return jax.lax.scan(lambda x, w: ((y := jnp.tanh(x @ w)), y), x, w)
+
+    w, x = f32(16, 128, 128), f32(128, 128)
+    peak = lambda f: memory(f, device=device)(w, x).peak
+    assert peak(lambda w, x: both(w, x)[0]) + 16 * 4 * x.size <= peak(both)
 
 
 def test_a_gpu_masks_the_rows_of_all_ragged_products_of_a_layer_at_once():

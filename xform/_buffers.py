@@ -24,7 +24,7 @@ from functools import cached_property
 from xform._attention_cost import attention_program
 from xform._compat import Jaxpr, weakref_lru_cache
 from xform._expand import Made
-from xform._library import flattens, hand_over, reordered
+from xform._library import LIBRARY, by_element, flattens, hand_over, makes_matrix, reordered
 from xform._masked import MASKED
 from xform._program import VIEWS, Node, Region, Value, merge, own_inputs, program, prune
 from xform._rows import ROWS
@@ -43,7 +43,7 @@ EXPENSIVE = _names(
     """
     exp exp2 expm1 log log1p log2 sqrt rsqrt cbrt pow sin cos tan asin acos atan atan2 sinh cosh
     tanh asinh acosh atanh logistic erf erfc erf_inv lgamma digamma div rem integer_pow
-    parts_sum
+    parts_sum windows
     """
 )
 CHEAP = _names(
@@ -70,6 +70,7 @@ _IN_PLACE = _names(
 
 # Loops over tiles, which add up their results from zeros on.
 _ATTENTION = ("flex_attention", "tile_sum")
+_ADDS = ("add", "add_any")
 _SPREAD = ("broadcast_in_dim", "iota")
 _PRODUCTS = ("dot_general", "conv_general_dilated")
 # What reads other places than it writes.
@@ -178,7 +179,11 @@ class Plan:
         for node in reversed(self.region.nodes):
             for v in node.outs if node.name not in ALIASES else ():
                 ends[v] = into = self._sinks(readers.get(v, ()), kept, ends)
-                if v in forced or not _fusible(node) or (len(into) > 1 and self._twice(node, v)):
+                if (
+                    v in forced
+                    or not _fusible(node)
+                    or (len(into) > 1 and self._twice(node, readers[v]))
+                ):
                     kept.add(v)
                 if self.cpu and v in forced and _fusible(node):
                     worth = v in direct or _is_expensive(node, True)
@@ -189,10 +194,15 @@ class Plan:
                 kept.add(v)
         return kept
 
-    def _twice(self, node: Node, v: Value) -> bool:
+    def _twice(self, node: Node, readers: Sequence[Node]) -> bool:
         """Whether a value is kept because several kernels read it."""
-        # A CPU's compiler goes by who reads a value, of which here none needs it.
-        return _is_expensive(node, True) if self.cpu else _worth_keeping(node, v, False)
+        # A CPU's compiler goes by who reads a value, of which here none needs it; it makes products
+        # of two arrays in each kernel that reads them, but a sum once, unless only a ReLU reads it
+        # that is computed again itself.
+        rectified = len(readers) == 1 and readers[0].name in ("max", "min")
+        if self.cpu and (node.name not in _ADDS or rectified):
+            return _is_expensive(node, True)
+        return _worth_keeping(node, node.outs[0], self.cpu)
 
     def _sinks(self, readers: Iterable[Node], kept: set[Value], ends: dict[Value, set]) -> set:
         """The kernels that compute a value with these readers inside; two stand for more."""
@@ -235,7 +245,7 @@ class Plan:
         for node in self.region.nodes:
             found: frozenset = frozenset()
             for v in node.ins:
-                if node.name in _MOVES:
+                if _moves(node) or (v.node is not None and makes_matrix(v.node)):
                     found |= self.reads(node, v)
                 elif v not in self.kept or v in self.again:
                     found |= bent.get(v, frozenset())
@@ -533,6 +543,8 @@ def _overwritten(node: Node, result: int) -> Sequence[Value]:
     """
     if node.name == "running_end":  # a CPU cuts its operand into runs
         return ()
+    if node.name == LIBRARY and isinstance(node, Made):
+        return by_element(node)
     if _fusible(node):
         return node.ins
     if node.name in _IN_PLACE:
@@ -560,6 +572,14 @@ def _fuses_operands(node: Node, v: Value) -> bool:
     if node.name in _AT_INDICES:
         return v is not node.ins[0]
     return node.name in _FUSES
+
+
+def _moves(node: Node) -> bool:
+    """Whether a node reads other places than it writes."""
+    if node.name != "reshape":
+        return node.name in _MOVES
+    before, after = ([n for n in v.aval.shape if n > 1] for v in (node.ins[0], node.outs[0]))
+    return before != after
 
 
 def _reads_flat(node: Node, v: Value) -> bool:

@@ -17,11 +17,13 @@ import jax.numpy as jnp
 from jax.core import ShapedArray
 
 from xform._cost_rules import aval
-from xform._program import Node, Region, Value
+from xform._program import VIEWS, Node, Region, Value, folded
 from xform._split import GPUS, Gpu, Product, parts
 
+MERGED = "merged product"
 # XLA's: a running sum is taken of so many elements at once.
 _RUN = 16
+_WARP = 32
 
 
 class Made(Node):
@@ -54,7 +56,7 @@ def expand(region: Region, rules: Mapping[str, Rule]) -> Region:
     for node in _in_turn(region):
         rule = rules.get(node.name)
         nodes += (rule(node, shared) if rule else None) or [node]
-    region.nodes[:] = nodes
+    region.nodes[:] = _zeros_apart(nodes)
     return region
 
 
@@ -63,7 +65,9 @@ def rules_of(name: str) -> Mapping[str, Rule]:
     if name.lower() == "cpu":
         return _CPU
     gpu = _gpu(name)
-    return {**_GPU, "dot_general": partial(_split, gpu=gpu)} if gpu else {}
+    return (
+        {**_GPU, **dict.fromkeys(("dot_general", MERGED), partial(_split, gpu=gpu))} if gpu else {}
+    )
 
 
 def _gpu(name: str) -> Gpu | None:
@@ -147,6 +151,66 @@ def _choice(node: Node, shared: dict) -> list[Node] | None:
     return None
 
 
+def _reciprocal(node: Node, shared: dict) -> list[Node] | None:
+    """A quotient by what is spread out is a product with its reciprocal, which is found once."""
+    above, below = node.ins
+    small = source(below)
+    if small.size in (1, node.outs[0].size) or not jnp.issubdtype(small.aval.dtype, jnp.floating):
+        return None
+    nodes: list[Node] = []
+    if ("1/", below) not in shared:
+        nodes.append(_make("div", node, [small], (small.aval.shape, small.aval.dtype)))
+        if small is not below:
+            assert below.node is not None
+            form = below.aval.shape, below.aval.dtype
+            nodes.append(_make("broadcast_in_dim", below.node, nodes[0].outs, form))
+        shared["1/", below] = nodes[-1].outs[0]
+    return [*nodes, _made("mul", node, [above, shared["1/", below]], node.outs)]
+
+
+def _into_sum(node: Node, shared: dict) -> list[Node] | None:
+    """What is scattered into zeros and then added to an array is added in that array's place."""
+    del shared
+    for v, array in zip(node.ins, node.ins[::-1], strict=True):
+        made = v.node
+        if made is None or made.name != "scatter-add" or made is array.node:
+            continue
+        zeros = made.ins[0].node
+        if zeros is not None and zeros.name == "broadcast_in_dim" and folded(zeros.ins[0]) == 0:
+            return [_made("scatter-add", made, [array, *made.ins[1:]], node.outs)]
+    return None
+
+
+def source(v: Value) -> Value:
+    """The smaller array that one is only spread out from, or itself."""
+    made = v.node
+    while made is not None and made.name in VIEWS:
+        made = made.ins[0].node
+    return made.ins[0] if made is not None and made.name == "broadcast_in_dim" else v
+
+
+def _windows(node: Node, shared: dict) -> list[Node]:
+    """Sums over windows are made in the kernel that reads them, and make their operand there."""
+    del shared
+    return [_made("windows", node, node.ins, node.outs)]
+
+
+def _by_columns(node: Node, shared: dict) -> list[Node] | None:
+    """LAPACK's matrices lie column after column: each is copied into the order that others read."""
+    del shared
+    matrices = [v for v in node.outs if len(v.aval.shape) > 1]
+    instead = {v: Value(v.aval) for v in matrices}
+    call = _made("lapack", node, node.ins, [instead.get(v, v) for v in node.outs])
+    return [call, *(_made("copy", node, [instead[v]], [v]) for v in matrices)]
+
+
+def _few(node: Node, shared: dict) -> list[Node] | None:
+    """Sums of fewer than a warp's elements are made where they are read, as those of windows."""
+    if node.ins[0].size >= _WARP * node.outs[0].size:
+        return None
+    return _windows(node, shared)
+
+
 def _largest_of_windows(node: Node, shared: dict, *, alone: bool) -> list[Node]:
     """The place of each largest element, coordinate by coordinate; then what is added there.
 
@@ -194,19 +258,27 @@ def _split(node: Node, shared: dict, *, gpu: Gpu) -> list[Node] | None:
         return None
     k, b = (math.prod(left.shape[d] for d in dims) for dims in (contract, batch))
     sums = max(4, out.aval.dtype.itemsize)
+    m, n = (operand.size // max(1, k * b) for operand in (left, right))
+    if node.name == MERGED:
+        n = out.size // max(1, m * b)
     product = Product(
-        b, left.size // max(1, k * b), right.size // max(1, k * b), k,
+        b, m, n, k,
         left.dtype.itemsize, right.dtype.itemsize, out.aval.dtype.itemsize, sums,
     )  # fmt: skip
-    if (n := parts(product, gpu)) == 1:
+    if (count := parts(product, gpu)) == 1:
         return None
     dtype = jnp.float32 if out.aval.dtype.itemsize < 4 else out.aval.dtype
-    whole = _make("product_parts", node, node.ins, ((n, *out.aval.shape), dtype))
+    whole = _make("product_parts", node, node.ins, ((count, *out.aval.shape), dtype))
     return [whole, _made("parts_sum", node, whole.outs, [out])]
 
 
 _RUNNING = ("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp")
+_LAPACK = ("triangular_solve", "lu", "qr", "geqrf", "geqp3", "householder_product", "svd", "eigh")
+_BOTH: Mapping[str, Rule] = dict.fromkeys(("add", "add_any"), _into_sum)
 _CPU: Mapping[str, Rule] = {
+    **_BOTH,
+    "div": _reciprocal,
+    **dict.fromkeys(_LAPACK, _by_columns),
     "mul": _choice,
     "random_bits": _random_bits,
     "unstack": _unstack,
@@ -214,10 +286,35 @@ _CPU: Mapping[str, Rule] = {
     **dict.fromkeys(_RUNNING, partial(_running, end="running_end")),
 }
 _GPU: Mapping[str, Rule] = {
+    **_BOTH,
     "select_and_scatter_add": partial(_largest_of_windows, alone=False),
     "sort": _stable,
+    **dict.fromkeys(("reduce_sum", "reduce_max", "reduce_min"), _few),
+    **dict.fromkeys(("reduce_window_sum", "reduce_window_max", "reduce_window_min"), _windows),
     **dict.fromkeys(_RUNNING, partial(_running, end="add")),
 }
+
+
+# ---- zeros to add to ----------------------------------------------------------------------------
+
+
+def _zeros_apart(nodes: Sequence[Node]) -> list[Node]:
+    """A copy of each array of one number for every scatter into it, all made with the array."""
+    users: dict[Value, list[Node]] = {}
+    for node in nodes:
+        made = node.ins[0].node if node.name.startswith("scatter") else None
+        if made is not None and made.name == "broadcast_in_dim" and made.ins[0].size == 1:
+            users.setdefault(node.ins[0], []).append(node)
+    shared = {v: scatters for v, scatters in users.items() if len(scatters) > 1}
+    found: list[Node] = []
+    for node in nodes:
+        found.append(node)
+        for v in node.outs if shared else ():
+            for scatter in shared.get(v, ()):
+                form = v.aval.shape, v.aval.dtype
+                found.append(_make("copy of zeros", node, [v], form))
+                scatter.ins[0] = found[-1].outs[0]
+    return found
 
 
 # ---- products that are turned --------------------------------------------------------------------

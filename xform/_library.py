@@ -23,6 +23,7 @@ from xform._cost_rules import aval
 from xform._expand import Made
 from xform._program import VIEWS, Node, Region, Value, folded
 
+LIBRARY = "library"
 # What the library computes by element, in these types, where it is enough to be worth the call.
 BY_ELEMENT = frozenset(
     {
@@ -46,6 +47,7 @@ def hand_over(region: Region) -> Region:
         hand_over(inner)
     _turn(region)
     _copy(region)
+    _widen(region)
     _spread(region)
     region.nodes[:] = _grouped(region)
     return region
@@ -82,6 +84,52 @@ def _copy(region: Region) -> None:
             node.ins[i] = copies[v, order]
         nodes.append(node)
     region.nodes[:] = nodes
+
+
+def _widen(region: Region) -> None:
+    """Puts products of 16 bits that the library does not take into float32, operands before them.
+
+    One that is turned is turned as it is narrowed, and copied into the order of its dimensions.
+    """
+    wide: dict[Value, Value] = {}
+    nodes: list[Node] = []
+    for node in region.nodes:
+        if node.name not in _TAKEN or not _is_narrow(node.outs[0]) or _takes(node):
+            nodes.append(node)
+            continue
+        for i, v in enumerate(node.ins):
+            if v not in wide:
+                nodes.append(_converted(node, v, np.float32))
+                wide[v] = nodes[-1].outs[0]
+            node.ins[i] = wide[v]
+        (out,) = node.outs
+        turned = isinstance(node, Made)
+        node.outs = [Value(ShapedArray(out.aval.shape, np.dtype(np.float32)), node)]
+        nodes.append(node)
+        if turned:
+            narrow = Value(out.aval)
+            nodes.append(Made("turned copy", node, node.outs, [narrow]))
+            nodes.append(Made("copy", node, [narrow], [out]))
+        else:
+            nodes.append(Made("convert_element_type", node, node.outs, [out]))
+        for made in nodes[-2:]:
+            made.outs[0].node = made
+    region.nodes[:] = nodes
+
+
+def _converted(at: Node, v: Value, dtype: Any) -> Node:
+    out = Value(ShapedArray(v.aval.shape, np.dtype(dtype)))
+    out.node = Made("convert_element_type", at, [v], [out])
+    return out.node
+
+
+def _is_narrow(v: Value) -> bool:
+    return getattr(v.aval, "dtype", None) in ("float16", "bfloat16")
+
+
+def _takes(node: Node) -> bool:
+    """Whether the library takes a product as it is."""
+    return _has_types(node) and _TAKEN[node.name](node)
 
 
 def _spread(region: Region) -> None:
@@ -146,6 +194,8 @@ def _reordered_for_product(numbers: tuple, *shapes: tuple) -> dict[int, tuple[in
         wide = [sum(shape[d] > 1 for d in dims) for dims in (free, contract[i])]
         if i == 0 and max(wide) > 1:  # one that is no matrix as it is can't be turned as well
             del orders[1]
+        if i == 1 and len(free) > 1:
+            del orders[0]
         kept = [d for d, n in enumerate(shape) if n > 1]  # one element has no place of its own
         if kept not in ([d for d in order if shape[d] > 1] for order in orders):
             found[i] = orders[0]
@@ -159,12 +209,29 @@ def flattens(node: Node, i: int) -> bool:
     return len(wide.intersection(contract)) > 1 or len(wide - {*contract, *batch}) > 1
 
 
+def makes_matrix(node: Node) -> bool:
+    """Whether what a product makes has more dimensions than the matrices that XLA makes of it."""
+    if node.name != "dot_general":
+        return False
+    _, batch = node.eqn.params["dimension_numbers"]
+    return len(node.outs[0].aval.shape) > len(batch[0]) + 2
+
+
 def _reordered_for_convolution(node: Node) -> dict[int, tuple[int, ...]]:
     """An image is read with its features last, a kernel with those of the result last."""
     numbers = node.eqn.params["dimension_numbers"]
     image, kernel = numbers.lhs_spec, numbers.rhs_spec
     wanted = (image[0], *image[2:], image[1]), (*kernel[2:], kernel[1], kernel[0])
     return {i: order for i, order in enumerate(wanted) if order != tuple(sorted(order))}
+
+
+def by_element(kernel: Made) -> list[Value]:
+    """The operands of which a kernel of the library reads each element where it puts a result."""
+    moved: set[Value] = set()
+    for node in reversed(kernel.members):
+        here = moved.isdisjoint(node.outs) and node.name in BY_ELEMENT | _BESIDE
+        moved.update(v for v in node.ins if not here or v.size != node.outs[0].size)
+    return [v for v in kernel.ins if v not in moved]
 
 
 # ---- what it runs at once ------------------------------------------------------------------------
@@ -210,7 +277,7 @@ def _kernel(
         return None
     inside = {v for member in members[group] for v in member.outs}
     ins = dict.fromkeys(v for member in members[group] for v in member.ins if v not in inside)
-    return Made("library", node, list(ins), node.outs, members[group])
+    return Made(LIBRARY, node, list(ins), node.outs, members[group])
 
 
 def _grow(
@@ -285,8 +352,10 @@ def _starts(node: Node) -> bool:
 
 def _joins(node: Node, least: int) -> bool:
     """Whether the library takes a node together with a sum."""
-    if node.name in _PRODUCTS:
-        return _PRODUCTS[node.name](node) and _has_types(node)
+    if node.name in _TAKEN:
+        return _takes(node)
+    if node.name in _WINDOWS:
+        return _takes_window(node) and _has_types(node)
     if node.name in _SUMS:
         return _is_enough(node, least) and _has_types(node)
     return _is_by_element(node) and (node.name not in BY_ELEMENT or _is_enough(node, least))
@@ -333,8 +402,5 @@ def _takes_window(node: Node) -> bool:
     return params["window_dimensions"] == params["window_strides"]
 
 
-_PRODUCTS = {
-    "dot_general": _takes_product,
-    "conv_general_dilated": _takes_convolution,
-    **dict.fromkeys(("reduce_window_max", "reduce_window_min", "reduce_window_sum"), _takes_window),
-}
+_TAKEN = {"dot_general": _takes_product, "conv_general_dilated": _takes_convolution}
+_WINDOWS = ("reduce_window_max", "reduce_window_min", "reduce_window_sum")

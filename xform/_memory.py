@@ -24,6 +24,8 @@ from xform._expand import expand, is_gpu, rules_of
 from xform._library import hand_over
 from xform._lowered import compiled, dense
 from xform._masked import mask_at_once
+from xform._products import activated
+from xform._products import at_once as products_at_once
 from xform._program import Region, Value, merge, own_inputs, program, prune
 from xform._rows import by_rows
 from xform._show import Table, page, short
@@ -224,7 +226,9 @@ def _planned(
     region = prune(merge(program(jaxpr, lower=lower)))
     if not breadth_first:
         mask_at_once(region)
-    region = expand(region, rules_of(name))
+    if is_gpu(name):
+        activated(products_at_once(region))
+    region = prune(expand(region, rules_of(name)))
     if is_gpu(name):
         by_rows(region)
     inputs = region.inputs[len(jaxpr.consts) :]

@@ -198,10 +198,20 @@ def prune(region: Region) -> Region:
         if node.eqn.effects or not node.outs or not needed.isdisjoint(node.outs):
             needed.update(node.ins)
             kept.append(node)
+            if node.name == "scan":
+                _drop_stacks(node, needed)
             for inner in node.regions.values():
                 prune(inner)
     region.nodes[:] = reversed(kept)
     return region
+
+
+def _drop_stacks(scan: Node, needed: set[Value]) -> None:
+    """Has a loop stack only those results that something needs."""
+    body, start = scan.regions["body"], carried(scan.eqn).carry
+    pairs = list(zip(scan.outs, body.outputs, strict=True))
+    pairs[start:] = [(out, inner) for out, inner in pairs[start:] if out in needed]
+    scan.outs[:], body.outputs[:] = map(list, zip(*pairs, strict=True)) if pairs else ([], [])
 
 
 def merge(region: Region) -> Region:
