@@ -1,0 +1,428 @@
+"""Training on the 1, 2, 4 or 8 GPUs of a host: dp, FSDP, tp, cp, pp, and products of these.
+
+    python3 benchmarks/scaling_gpu.py                        # all that these GPUs can run
+    python3 benchmarks/scaling_gpu.py --only train --rows "8B bf16 fsdp"
+    python3 benchmarks/scaling_gpu.py --compile-only 8       # for 8 H200s, on a host without one
+    python3 benchmarks/scaling_gpu.py                        # without a GPU: parity on 8 CPUs
+
+`train`: steps of examples/train.py, as layouts.py takes them, with 1.1 and 8.0 billion parameters,
+rows of 8,192 tokens, in bfloat16 and in 8 bits. Each number of GPUs has its rows, and all that is
+predicted is printed before anything is measured. MFU counts the model's operations at the bfloat16
+peak, in 8 bits too. A layout that needs more memory than there is, as the planner has it, is left
+out with a line that says so. All layouts of a model see the same tokens, so that their losses are
+those of its first row. `--compile-only` asks XLA what the same programs take, and runs none.
+
+`parity`: loss and gradients of a small model in every layout, in float64, beside one device's.
+`schedules`: pipeline_gpu.py's table, over all GPUs: pipelines beside the simulator.
+`context`: context_gpu.py's row of 131,072 tokens over all GPUs, beside one.
+
+Without a GPU it is parity alone on eight virtual devices of the CPU; with `--tiny`, small sizes of
+all that is asked for. What `--seconds` leave no time for is named. It ends with code 1 where
+parity does not hold.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "examples")]
+os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # a fault in NVLink multicast takes the host along
+
+import jax  # noqa: E402
+import jax.numpy as jnp  # noqa: E402
+import numpy as np  # noqa: E402
+
+import llama  # noqa: E402
+import parallel  # noqa: E402
+import pipelined  # noqa: E402
+from benchmarks import context_gpu, pipeline_gpu  # noqa: E402
+from benchmarks.layouts import (  # noqa: E402
+    BILLION,
+    Measured,
+    Row,
+    bytes_of,
+    heading,
+    measured,
+    predicted,
+)
+from xform import memory  # noqa: E402
+from xform.sharding import cpu_devices, make_mesh, plan, settle, shardings  # noqa: E402
+from xform.train.data import Rows  # noqa: E402
+
+PARTS = ("parity", "train", "schedules", "context")
+PEAK = plan.machine("H200", 1).peak()
+GIB = 2**30
+WORST = 1e-9
+"""In float64, another order of summation is worth 1e-13, and the smallest fault a half."""
+
+LLAMA_8B = llama.Config(
+    codes=128_256, layers=32, width=4096, heads=32, kv_heads=8, head_size=128, hidden=14_336,
+    rope_base=500_000.0,
+)  # fmt: skip
+MODELS = {"1B": BILLION, "half-8B": replace(LLAMA_8B, layers=16), "8B": LLAMA_8B}
+SMALL = llama.Config(
+    codes=256, layers=8, width=64, heads=8, kv_heads=8, head_size=8, hidden=128, fuse=False
+)
+"""Not fused, since kernels have no float64."""
+POLICIES = ("bf16", "fp8")
+
+# ---- layouts -------------------------------------------------------------------------------------
+
+ALONE = ("dp={}", "fsdp={}", "tp={}", "tp={} ring", "cp={}", "pp={}", "pp={} one-program")
+LAYOUTS = {
+    1: ("dp=1", "fsdp=1"),
+    2: tuple(name.format(2) for name in ALONE),
+    4: (
+        *(name.format(4) for name in ALONE),
+        "fsdp=2 tp=2", "fsdp=2 cp=2", "fsdp=2 pp=2", "cp=2 tp=2", "pp=2 tp=2", "pp=2 cp=2",
+    ),
+    8: (
+        *(name.format(8) for name in ALONE),
+        "fsdp=4 tp=2", "fsdp=2 tp=4", "fsdp=2 tp=4 ring", "fsdp=4 cp=2", "fsdp=4 pp=2",
+        "cp=2 tp=4", "pp=4 tp=2", "pp=4 cp=2",
+        "fsdp=2 cp=2 tp=2", "fsdp=2 pp=2 tp=2", "fsdp=2 pp=2 cp=2", "pp=2 cp=2 tp=2",
+    ),
+}  # fmt: skip
+"""By the number of devices. `fsdp` is `dp` with parameters split, and layers computed once more."""
+
+
+def row_of(name: str) -> Row:
+    """The layout that a name says, such as "fsdp=2 tp=4 ring".
+
+    A replica has four rows under FSDP, else two; in a pipeline, one for each microbatch, of which
+    there are four for each rank.
+    """
+    words = name.split()
+    sizes = {axis: int(n) for axis, _, n in (word.partition("=") for word in words) if n}
+    fsdp, tp, pp = "fsdp" in sizes, sizes.get("tp", 1), sizes.get("pp")
+    dp = sizes.pop("fsdp", sizes.get("dp", 1))
+    ring = "ring" if "ring" in words else None
+    layout = parallel.Layout(fsdp=fsdp, sequence=tp > 1, overlap=ring)
+    microbatches = 4 * pp if pp else None
+    executor = "one_program" if "one-program" in words else "per_stage"
+    rows = dp * (microbatches or (4 if fsdp else 2))
+    return Row(name, {**sizes, "dp": dp, "tp": tp}, layout, rows, microbatches, executor)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A row of `train`.
+
+    Attributes:
+      name: the model, the policy and the layout.
+      model: its sizes.
+      length: tokens of a row.
+      policy: of `xform.precision`.
+      row: the layout.
+    """
+
+    name: str
+    model: llama.Config
+    length: int
+    policy: str
+    row: Row
+
+    @property
+    def plan(self) -> plan.Plan:
+        """What the planner says, in bfloat16."""
+        return predicted(self.row, self.model, self.length)
+
+    @property
+    def tokens(self) -> float:
+        """Of a step, for each device."""
+        return self.row.rows * self.length / self.row.devices
+
+    def mfu(self, seconds: float) -> float:
+        return llama.flops_per_token(self.model, self.length) * self.tokens / seconds / PEAK
+
+    def shapes(self) -> tuple[Callable, Any, Any]:
+        """Loss and gradients, and the shapes and placement of parameters and rows."""
+        mesh, row = self.row.mesh(), self.row
+        placed = pipelined.placement(row.layout, self.model, mesh, row.schedule)
+        struct = lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at)
+        init = partial(pipelined.first_params, self.model, row.schedule)
+        params = jax.tree.map(struct, jax.eval_shape(init, jax.random.key(0)), placed)
+        at = shardings(mesh, parallel.specs_of_rows(mesh))
+        tokens: Any = jax.ShapeDtypeStruct((row.rows, self.length), jnp.int32, sharding=at)
+        return row.gradients(self.model, mesh, self.policy), params, Rows(tokens, tokens, tokens)
+
+
+def cases(counts: Iterable[int], *, tiny: bool, asked: list[str]) -> list[Case]:
+    """All rows of so many devices whose names have a part that is asked for."""
+    models, length = ({"small": SMALL}, 128) if tiny else (MODELS, 8192)
+    found = [
+        Case(f"{name} {policy} {layout}", model, length, policy, row_of(layout))
+        for count in counts
+        for name, model in models.items()
+        for policy in POLICIES
+        for layout in LAYOUTS[count]
+    ]
+    return [case for case in found if any(part in case.name for part in asked)]
+
+
+# ---- predictions ---------------------------------------------------------------------------------
+
+
+def fitting(every: list[Case]) -> list[Case]:
+    """Prints what is predicted; returns what fits the memory.
+
+    The planner knows no time of 8 bits, and their memory as that of 16.
+    """
+    if every:
+        print(f"\n{'predicted':44}{'ms':>10}{'tokens/s/GPU':>14}{'MFU':>7}{'GiB':>8}")
+    fit = []
+    for case in every:
+        p = case.plan
+        rate = f"{1e3 * p.seconds:10.1f}{case.tokens / p.seconds:14,.0f}{case.mfu(p.seconds):7.1%}"
+        rate = rate if case.policy == "bf16" else f"{'–':>10}{'–':>14}{'–':>7}"
+        line = f"{case.name:44}{rate}{p.memory.total / GIB:8.1f}"
+        if not p.fits:
+            line += f"  left out: a program may have {p.machine.memory / GIB:.1f} GiB"
+        else:
+            fit.append(case)
+        print(line, flush=True)
+    return fit
+
+
+def traced(case: Case, device: str | None = None) -> float:
+    """What `xform.memory` says of loss and gradients, with the optimiser's two moments beside."""
+    if not case.row.one_program:
+        return math.nan
+    f, params, rows = case.shapes()
+    return memory(f, device=device)(params, rows).peak + 2 * bytes_of(params)
+
+
+def compiled(every: list[Case], time_left: Callable[[], float]) -> list[dict]:
+    """Prints what XLA gives the programs for so many H200s, which need not be there."""
+    print("\ncompiled for H200s; GiB of a device, moments of the optimiser included")
+    print(f"{'':44}{'planner':>9}{'memory':>9}{'XLA':>9}{'planner':>9}{'memory':>9}{'s':>7}")
+    results = []
+    for case in within(every, time_left):
+        start = time.perf_counter()
+        f, params, rows = case.shapes()
+        by_xla = plan.compiled_memory(f, params, rows, optimizer=2 * bytes_of(params)).total
+        said = case.plan.memory.total, traced(case, "H200")
+        sizes = "".join(f"{x / GIB:9.2f}" for x in (*said, by_xla))
+        errors = "".join(f"{x / by_xla - 1:9.1%}" for x in said)
+        taken = time.perf_counter() - start
+        print(f"{case.name:44}{sizes}{errors}{taken:7.0f}", flush=True)
+        results.append(dict(name=case.name, planner=said[0], memory=said[1], xla=by_xla))
+    return results
+
+
+# ---- steps ---------------------------------------------------------------------------------------
+
+
+def within(every: list[Case], time_left: Callable[[], float]) -> Iterator[Case]:
+    """Those for which there is time; of one that fails the reason is printed."""
+    left = []
+    for case in every:
+        if time_left() < 0:
+            left.append(case.name)
+            continue
+        yield case
+        jax.clear_caches()
+    if left:
+        print(f"no time left for: {'; '.join(left)}")
+
+
+def train(every: list[Case], steps: int, time_left: Callable[[], float]) -> list[dict]:
+    """Prints what steps take, beside what was predicted."""
+    print(
+        f"\n{'measured':44}{'ms':>10}{'predicted':>10}{'tokens/s/GPU':>14}{'MFU':>7}"
+        f"{'GiB: planner, memory, XLA, peak':>40}{'loss':>9}{'of first':>9}{'ready s':>9}"
+    )
+    results, first, peak = [], {}, 0
+    for case in within(every, time_left):
+        try:
+            said = traced(case)
+            found = measured(case.row, case.model, case.length, steps, case.policy)
+        except Exception as error:  # a row that fails is a finding, not the end of the table
+            print(f"{case.name:44}  {type(error).__name__}: {str(error)[:300]}", flush=True)
+            continue
+        loss = first.setdefault((case.model, case.policy), found.loss)
+        print(line_of(case, said, found, found.loss / loss, peak), flush=True)
+        peak = found.peak
+        results.append(result_of(case, said, found))
+    return results
+
+
+def line_of(case: Case, said: float, found: Measured, loss: float, before: int) -> str:
+    """A line of the table; a peak that was there before is an upper bound of this row's."""
+    p, bound = case.plan, "≤" if found.peak == before else ""
+    off = f"{p.seconds / found.seconds - 1:10.1%}" if case.policy == "bf16" else f"{'–':>10}"
+    sizes = "".join(f"{x / GIB:10.1f}" for x in (p.memory.total, said, found.assigned))
+    return (
+        f"{case.name:44}{1e3 * found.seconds:10.1f}{off}{case.tokens / found.seconds:14,.0f}"
+        f"{case.mfu(found.seconds):7.1%}{sizes}{f'{bound}{found.peak / GIB:.1f}':>10}"
+        f"{found.loss:9.4f}{loss:9.5f}{found.ready:9.1f}"
+    )
+
+
+def result_of(case: Case, said: float, found: Measured) -> dict:
+    """The same as numbers."""
+    rate = case.tokens / found.seconds
+    numbers = dict(tokens_per_second=rate, mfu=case.mfu(found.seconds), memory=said)
+    return dict(name=case.name, **numbers, **asdict(found), predicted=case.plan.record())
+
+
+# ---- parity --------------------------------------------------------------------------------------
+
+
+def gradients_at_rest(row: Row, model: llama.Config, rows: Rows) -> tuple[Any, Any]:
+    """Loss and gradients on the host, layers in the model's order."""
+    mesh = row.mesh()
+    placed = pipelined.placement(row.layout, model, mesh, row.schedule)
+    init = partial(pipelined.first_params, model, row.schedule)
+    params = jax.jit(init, out_shardings=placed)(jax.random.key(0))
+    run = row.gradients(model, mesh, "f32")
+    loss, grads = settle(run(params, parallel.place_rows(rows, mesh)))
+    return jax.device_get((loss, pipelined.at_rest(grads, row.schedule)))
+
+
+def on_one(model: llama.Config, rows: Rows) -> tuple[Any, Any]:
+    """The same of one device, without any layout."""
+    params = llama.init(model, jax.random.key(0))
+    mean = lambda params: llama.loss(params, rows, model)[0] / rows.labels.size
+    return jax.device_get(jax.jit(jax.value_and_grad(mean))(params))
+
+
+def parity(names: list[str], time_left: Callable[[], float]) -> list[dict]:
+    """Prints how far loss and gradients of each layout are from those of one device."""
+    print(f"\n{'parity, float64':34}{'loss off by':>13}{'gradients':>11}  worst leaf")
+    results, left, right = [], [], {}
+    with jax.enable_x64(True):
+        for name in names:
+            if time_left() < 0:
+                left.append(name)
+                continue
+            row = row_of(name)
+            rows = random_rows(row.rows, 128)
+            if row.rows not in right:
+                right[row.rows] = on_one(SMALL, rows)
+            found = worst_of(gradients_at_rest(row, SMALL, rows), right[row.rows])
+            jax.clear_caches()
+            loss, leaf, path = found
+            wrong = "" if max(loss, leaf) < WORST else f", WRONG: above {WORST:.0e}"
+            print(f"{name:34}{loss:13.1e}{leaf:11.1e}  {path}{wrong}", flush=True)
+            results.append(dict(name=name, loss=loss, gradients=leaf, leaf=path, wrong=bool(wrong)))
+    if left:
+        print(f"no time left for: {'; '.join(left)}")
+    return results
+
+
+def random_rows(count: int, length: int) -> Rows:
+    """Of different tokens, so that a row that went astray is seen."""
+    tokens = np.random.default_rng(1).integers(0, SMALL.codes, (count, length), np.int32)
+    return Rows(tokens, np.zeros_like(tokens), np.roll(tokens, -1, axis=1))
+
+
+def worst_of(found: tuple[Any, Any], right: tuple[Any, Any]) -> tuple[float, float, str]:
+    """The error of the loss, and of the worst gradient, relative to its largest number."""
+    off = lambda x, y: float(np.max(np.abs(x - y)) / np.max(np.abs(y)))
+    leaves = jax.tree.leaves_with_path(jax.tree.map(off, found[1], right[1]))
+    path, worst = max(leaves, key=lambda leaf: leaf[1])
+    return off(found[0], right[0]), worst, jax.tree_util.keystr(path, simple=True, separator="/")
+
+
+# ---- targets -------------------------------------------------------------------------------------
+
+
+def targets(results: list[dict]) -> None:
+    """Prints what was aimed at, beside what was found."""
+    rate = {r["name"]: r["tokens_per_second"] for r in results}
+    best = lambda start: max((r for n, r in rate.items() if n.startswith(start)), default=math.nan)
+    ratio = lambda a, b: rate.get(a, math.nan) / rate.get(b, math.nan)
+    rows = (
+        ("8B bf16, FSDP, tokens/s/GPU", 9_500, best("8B bf16 fsdp=8")),
+        ("8B fp8, FSDP, tokens/s/GPU", 13_500, best("8B fp8 fsdp=8")),
+        ("1B bf16, FSDP, a GPU of 8 / one alone", 0.92, ratio("1B bf16 fsdp=8", "1B bf16 fsdp=1")),
+        ("8B bf16, tp=4, ring / plain", 1.08,
+         ratio("8B bf16 fsdp=2 tp=4 ring", "8B bf16 fsdp=2 tp=4")),
+    )  # fmt: skip
+    print(f"\n{'target':44}{'at least':>10}{'found':>10}")
+    for name, least, found in rows:
+        said = "not run" if math.isnan(found) else f"{found:,.{0 if least > 10 else 2}f}"
+        holds = "" if math.isnan(found) else "  holds" if found >= least else "  missed"
+        print(f"{name:44}{least:>10,}{said:>10}{holds}")
+
+
+# ---- the command ---------------------------------------------------------------------------------
+
+
+def asked_for() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--only", nargs="*", choices=PARTS, help="these parts")
+    parser.add_argument(
+        "--rows", default="", help="rows whose name contains one of these, by commas"
+    )
+    parser.add_argument("--steps", type=int, default=5, help="of a row, after two")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="after which no row begins")
+    parser.add_argument("--json", type=Path, help="a file for the numbers")
+    parser.add_argument("--tiny", action="store_true", help="small sizes")
+    parser.add_argument("--compile-only", type=int, choices=list(LAYOUTS), metavar="N",
+                        help="what XLA says of the programs for N H200s")  # fmt: skip
+    return parser.parse_args()
+
+
+def main() -> None:
+    given, start = asked_for(), time.perf_counter()
+    if given.compile_only or not Path("/dev/nvidiactl").exists():
+        jax.config.update("jax_platforms", "cpu")
+    cpu_devices(given.compile_only or 8)
+    time_left = lambda: given.seconds - (time.perf_counter() - start)
+    asked = [part.strip() for part in given.rows.split(",")]
+    print(f"{heading()}", flush=True)
+    results = results_of(given, asked, time_left)
+    if given.json:
+        given.json.write_text(json.dumps(results, indent=1))
+    print(f"\n{time.perf_counter() - start:.0f} s in all")
+    sys.exit(any(row["wrong"] for row in results.get("parity", [])))
+
+
+def results_of(given: argparse.Namespace, asked: list[str], time_left: Callable) -> dict:
+    """Prints all parts that are asked for."""
+    if given.compile_only:
+        every = cases([given.compile_only], tiny=given.tiny, asked=asked)
+        return {"compiled": compiled([c for c in every if c.row.one_program], time_left)}
+    count, on_gpu = jax.device_count(), jax.default_backend() == "gpu"
+    counts = [n for n in LAYOUTS if n <= count]
+    if not on_gpu:
+        given.tiny = True
+    only, found = given.only or (PARTS if on_gpu else PARTS[:1]), {}
+    every = cases(counts, tiny=given.tiny, asked=asked) if "train" in only else []
+    fit = fitting(every)
+    if "parity" in only:
+        names = [name for n in counts[-1:] for name in LAYOUTS[n]]
+        names = [name for name in names if any(part in name for part in asked)]
+        found["parity"] = parity(names, time_left)
+    if fit:
+        found["train"] = train(fit, given.steps, time_left)
+        targets(found["train"])
+    if "schedules" in only and count > 1:
+        size = pipeline_gpu.TINY if given.tiny else pipeline_gpu.Size()
+        mesh = make_mesh(pp=counts[-1], devices=jax.devices()[: counts[-1]])
+        bench = pipeline_gpu.Bench(size, mesh)
+        pipeline_gpu.table(bench, [*pipeline_gpu.BUILDERS], time_left)
+    if "context" in only and count > 1:
+        row = context_gpu.TINY if given.tiny else context_gpu.Row(131_072, "causal")
+        context_gpu.title(mesh := make_mesh(cp=counts[-1], devices=jax.devices()[: counts[-1]]))
+        found["context"] = context_gpu.measure(row, mesh)
+    return found
+
+
+if __name__ == "__main__":
+    main()
