@@ -17,8 +17,8 @@ those of its first row. `--compile-only` asks XLA what the same programs take, a
 `context`: context_gpu.py's row of 131,072 tokens over all GPUs, beside one.
 
 Without a GPU it is parity alone on eight virtual devices of the CPU; with `--tiny`, small sizes of
-all that is asked for. What `--seconds` leave no time for is named. It ends with code 1 where
-parity does not hold.
+all that is asked for. What `--seconds` leave no time for is named. Of a row that fails the reason
+is printed, and the next one runs; the command then ends with code 1, as it does without parity.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -76,6 +76,15 @@ SMALL = llama.Config(
 )
 """Not fused, since kernels have no float64."""
 POLICIES = ("bf16", "fp8")
+
+TARGETS = (
+    ("8B bf16 under FSDP, tokens/s/GPU", 9_500, "8B bf16 fsdp=8"),
+    ("8B fp8 under FSDP, tokens/s/GPU", 13_500, "8B fp8 fsdp=8"),
+    ("1B bf16, a GPU of 8 / one alone", 0.92, "1B bf16 fsdp=8", "1B bf16 fsdp=1"),
+    ("half-8B bf16, a GPU of 8 / one alone", 0.92, "half-8B bf16 fsdp=8", "half-8B bf16 fsdp=1"),
+    ("8B bf16 tp=4, a ring / plain", 1.08, "8B bf16 fsdp=2 tp=4 ring", "8B bf16 fsdp=2 tp=4"),
+)
+"""What it is for, at least how much, of which row, relative to which other."""
 
 # ---- layouts -------------------------------------------------------------------------------------
 
@@ -158,17 +167,79 @@ class Case:
         return row.gradients(self.model, mesh, self.policy), params, Rows(tokens, tokens, tokens)
 
 
-def cases(counts: Iterable[int], *, tiny: bool, asked: list[str]) -> list[Case]:
-    """All rows of so many devices whose names have a part that is asked for."""
-    models, length = ({"small": SMALL}, 128) if tiny else (MODELS, 8192)
+def usable() -> int:
+    """How many devices of those there are."""
+    return max(n for n in LAYOUTS if n <= jax.device_count())
+
+
+def cases(given: argparse.Namespace) -> list[Case]:
+    """All rows for the devices here that are asked for, those with a target first.
+
+    With fewer devices run what scaling is counted from, and of the half model, which one GPU can
+    hold, nothing else.
+    """
+    models, length = ({"small": SMALL}, 128) if given.tiny else (MODELS, 8192)
+    if given.compile_only:  # as on a GPU that is there
+        models = {name: replace(model, fuse=True) for name, model in models.items()}
+    less = [f"fsdp={n}" for n in LAYOUTS if n < usable()]
     found = [
         Case(f"{name} {policy} {layout}", model, length, policy, row_of(layout))
-        for count in counts
-        for name, model in models.items()
         for policy in POLICIES
-        for layout in LAYOUTS[count]
+        for name, model in models.items()
+        for layout in (*LAYOUTS[usable()], *less)
+        if name != "half-8B" or layout in (f"fsdp={usable()}", *less)
     ]
-    return [case for case in found if any(part in case.name for part in asked)]
+    wanted = {name for target in TARGETS for name in target[2:]}
+    found = [case for case in found if given.asks_for(case.name)]
+    return sorted(found, key=lambda case: case.name not in wanted)
+
+
+# ---- a run of the command ------------------------------------------------------------------------
+
+
+class Run:
+    """What was found so far, and how much time there is.
+
+    Attributes:
+      found: by part, a result for each row.
+    """
+
+    def __init__(self, seconds: float, file: Path | None = None):
+        self.found: dict[str, list[dict]] = {}
+        self._seconds, self._file, self._start = seconds, file, time.perf_counter()
+
+    @property
+    def taken(self) -> float:
+        """Seconds so far."""
+        return time.perf_counter() - self._start
+
+    def time_left(self) -> float:
+        return self._seconds - self.taken
+
+    def each[T: (Case, Row)](self, part: str, rows: list[T], measure: Callable[[T], dict]) -> None:
+        """Keeps what is measured of rows for which there is time; names the others.
+
+        A row that fails is a finding, not the end of the table.
+        """
+        left = []
+        for row in rows:
+            if self.time_left() < 0:
+                left.append(row.name)
+                continue
+            try:
+                self.keep(part, name=row.name, **measure(row))
+            except Exception as error:
+                why = f"{type(error).__name__}: {str(error)[:300]}"
+                print(f"{row.name:44}  {why}", flush=True)
+                self.keep(part, name=row.name, error=why)
+        if left:
+            print(f"no time left for: {'; '.join(left)}")
+
+    def keep(self, part: str, **result: Any) -> None:
+        """Adds a row's result, in the file too."""
+        self.found.setdefault(part, []).append(result)
+        if self._file:
+            self._file.write_text(json.dumps(self.found, indent=1))
 
 
 # ---- predictions ---------------------------------------------------------------------------------
@@ -203,59 +274,43 @@ def traced(case: Case, device: str | None = None) -> float:
     return memory(f, device=device)(params, rows).peak + 2 * bytes_of(params)
 
 
-def compiled(every: list[Case], time_left: Callable[[], float]) -> list[dict]:
-    """Prints what XLA gives the programs for so many H200s, which need not be there."""
-    print("\ncompiled for H200s; GiB of a device, moments of the optimiser included")
-    print(f"{'':44}{'planner':>9}{'memory':>9}{'XLA':>9}{'planner':>9}{'memory':>9}{'s':>7}")
-    results = []
-    for case in within(every, time_left):
-        start = time.perf_counter()
-        f, params, rows = case.shapes()
-        by_xla = plan.compiled_memory(f, params, rows, optimizer=2 * bytes_of(params)).total
-        said = case.plan.memory.total, traced(case, "H200")
-        sizes = "".join(f"{x / GIB:9.2f}" for x in (*said, by_xla))
-        errors = "".join(f"{x / by_xla - 1:9.1%}" for x in said)
-        taken = time.perf_counter() - start
-        print(f"{case.name:44}{sizes}{errors}{taken:7.0f}", flush=True)
-        results.append(dict(name=case.name, planner=said[0], memory=said[1], xla=by_xla))
-    return results
+def compiled(case: Case) -> dict:
+    """Prints what XLA gives a program for H200s, which need not be there."""
+    start = time.perf_counter()
+    f, params, rows = case.shapes()
+    by_xla = plan.compiled_memory(f, params, rows, optimizer=2 * bytes_of(params)).total
+    said = case.plan.memory.total, traced(case, "H200")
+    sizes = "".join(f"{x / GIB:9.2f}" for x in (*said, by_xla))
+    errors = "".join(f"{x / by_xla - 1:9.1%}" for x in said)
+    print(f"{case.name:44}{sizes}{errors}{time.perf_counter() - start:7.0f}", flush=True)
+    return dict(planner=said[0], memory=said[1], xla=by_xla)
 
 
 # ---- steps ---------------------------------------------------------------------------------------
 
 
-def within(every: list[Case], time_left: Callable[[], float]) -> Iterator[Case]:
-    """Those for which there is time; of one that fails the reason is printed."""
-    left = []
-    for case in every:
-        if time_left() < 0:
-            left.append(case.name)
-            continue
-        yield case
-        jax.clear_caches()
-    if left:
-        print(f"no time left for: {'; '.join(left)}")
-
-
-def train(every: list[Case], steps: int, time_left: Callable[[], float]) -> list[dict]:
+def train(run: Run, every: list[Case], steps: int) -> None:
     """Prints what steps take, beside what was predicted."""
+    first: dict[Any, float] = {}
+    peak = 0
+
+    def one(case: Case) -> dict:
+        nonlocal peak
+        jax.clear_caches()
+        said = traced(case)
+        found = measured(case.row, case.model, case.length, steps, case.policy)
+        loss = first.setdefault((case.model, case.policy), found.loss)
+        print(line_of(case, said, found, found.loss / loss, peak), flush=True)
+        peak = found.peak
+        rate, predicted = case.tokens / found.seconds, case.plan.record()
+        numbers = dict(tokens_per_second=rate, mfu=case.mfu(found.seconds), memory=said)
+        return {**numbers, **asdict(found), "predicted": predicted}
+
     print(
         f"\n{'measured':44}{'ms':>10}{'predicted':>10}{'tokens/s/GPU':>14}{'MFU':>7}"
         f"{'GiB: planner, memory, XLA, peak':>40}{'loss':>9}{'of first':>9}{'ready s':>9}"
     )
-    results, first, peak = [], {}, 0
-    for case in within(every, time_left):
-        try:
-            said = traced(case)
-            found = measured(case.row, case.model, case.length, steps, case.policy)
-        except Exception as error:  # a row that fails is a finding, not the end of the table
-            print(f"{case.name:44}  {type(error).__name__}: {str(error)[:300]}", flush=True)
-            continue
-        loss = first.setdefault((case.model, case.policy), found.loss)
-        print(line_of(case, said, found, found.loss / loss, peak), flush=True)
-        peak = found.peak
-        results.append(result_of(case, said, found))
-    return results
+    run.each("train", every, one)
 
 
 def line_of(case: Case, said: float, found: Measured, loss: float, before: int) -> str:
@@ -270,14 +325,19 @@ def line_of(case: Case, said: float, found: Measured, loss: float, before: int) 
     )
 
 
-def result_of(case: Case, said: float, found: Measured) -> dict:
-    """The same as numbers."""
-    rate = case.tokens / found.seconds
-    numbers = dict(tokens_per_second=rate, mfu=case.mfu(found.seconds), memory=said)
-    return dict(name=case.name, **numbers, **asdict(found), predicted=case.plan.record())
-
-
 # ---- parity --------------------------------------------------------------------------------------
+
+
+def parity(row: Row) -> dict:
+    """Prints how far loss and gradients of a layout are from those of one device."""
+    with jax.enable_x64(True):
+        rows = random_rows(row.rows, 128)
+        found = gradients_at_rest(row, SMALL, rows)
+        loss, leaf, path = worst_of(found, on_one(SMALL, rows))
+    right = loss < WORST and leaf < WORST
+    wrong = "" if right else f", WRONG: above {WORST:.0e}"
+    print(f"{row.name:44}{loss:13.1e}{leaf:11.1e}  {path}{wrong}", flush=True)
+    return dict(loss=loss, gradients=leaf, leaf=path, right=right)
 
 
 def gradients_at_rest(row: Row, model: llama.Config, rows: Rows) -> tuple[Any, Any]:
@@ -286,40 +346,21 @@ def gradients_at_rest(row: Row, model: llama.Config, rows: Rows) -> tuple[Any, A
     placed = pipelined.placement(row.layout, model, mesh, row.schedule)
     init = partial(pipelined.first_params, model, row.schedule)
     params = jax.jit(init, out_shardings=placed)(jax.random.key(0))
-    run = row.gradients(model, mesh, "f32")
-    loss, grads = settle(run(params, parallel.place_rows(rows, mesh)))
+    grads_of = row.gradients(model, mesh, "f32")
+    loss, grads = settle(grads_of(params, parallel.place_rows(rows, mesh)))
     return jax.device_get((loss, pipelined.at_rest(grads, row.schedule)))
 
 
 def on_one(model: llama.Config, rows: Rows) -> tuple[Any, Any]:
     """The same of one device, without any layout."""
     params = llama.init(model, jax.random.key(0))
+    return jax.device_get(mean_and_gradients(params, rows, model))
+
+
+@partial(jax.jit, static_argnames="model")
+def mean_and_gradients(params: dict, rows: Rows, model: llama.Config) -> tuple[Any, Any]:
     mean = lambda params: llama.loss(params, rows, model)[0] / rows.labels.size
-    return jax.device_get(jax.jit(jax.value_and_grad(mean))(params))
-
-
-def parity(names: list[str], time_left: Callable[[], float]) -> list[dict]:
-    """Prints how far loss and gradients of each layout are from those of one device."""
-    print(f"\n{'parity, float64':34}{'loss off by':>13}{'gradients':>11}  worst leaf")
-    results, left, right = [], [], {}
-    with jax.enable_x64(True):
-        for name in names:
-            if time_left() < 0:
-                left.append(name)
-                continue
-            row = row_of(name)
-            rows = random_rows(row.rows, 128)
-            if row.rows not in right:
-                right[row.rows] = on_one(SMALL, rows)
-            found = worst_of(gradients_at_rest(row, SMALL, rows), right[row.rows])
-            jax.clear_caches()
-            loss, leaf, path = found
-            wrong = "" if max(loss, leaf) < WORST else f", WRONG: above {WORST:.0e}"
-            print(f"{name:34}{loss:13.1e}{leaf:11.1e}  {path}{wrong}", flush=True)
-            results.append(dict(name=name, loss=loss, gradients=leaf, leaf=path, wrong=bool(wrong)))
-    if left:
-        print(f"no time left for: {'; '.join(left)}")
-    return results
+    return jax.value_and_grad(mean)(params)
 
 
 def random_rows(count: int, length: int) -> Rows:
@@ -330,7 +371,11 @@ def random_rows(count: int, length: int) -> Rows:
 
 def worst_of(found: tuple[Any, Any], right: tuple[Any, Any]) -> tuple[float, float, str]:
     """The error of the loss, and of the worst gradient, relative to its largest number."""
-    off = lambda x, y: float(np.max(np.abs(x - y)) / np.max(np.abs(y)))
+
+    def off(x, y) -> float:
+        error = float(np.max(np.abs(x - y)) / np.max(np.abs(y)))
+        return math.inf if math.isnan(error) else error
+
     leaves = jax.tree.leaves_with_path(jax.tree.map(off, found[1], right[1]))
     path, worst = max(leaves, key=lambda leaf: leaf[1])
     return off(found[0], right[0]), worst, jax.tree_util.keystr(path, simple=True, separator="/")
@@ -341,21 +386,13 @@ def worst_of(found: tuple[Any, Any], right: tuple[Any, Any]) -> tuple[float, flo
 
 def targets(results: list[dict]) -> None:
     """Prints what was aimed at, beside what was found."""
-    rate = {r["name"]: r["tokens_per_second"] for r in results}
-    best = lambda start: max((r for n, r in rate.items() if n.startswith(start)), default=math.nan)
-    ratio = lambda a, b: rate.get(a, math.nan) / rate.get(b, math.nan)
-    rows = (
-        ("8B bf16, FSDP, tokens/s/GPU", 9_500, best("8B bf16 fsdp=8")),
-        ("8B fp8, FSDP, tokens/s/GPU", 13_500, best("8B fp8 fsdp=8")),
-        ("1B bf16, FSDP, a GPU of 8 / one alone", 0.92, ratio("1B bf16 fsdp=8", "1B bf16 fsdp=1")),
-        ("8B bf16, tp=4, ring / plain", 1.08,
-         ratio("8B bf16 fsdp=2 tp=4 ring", "8B bf16 fsdp=2 tp=4")),
-    )  # fmt: skip
+    rate = {row["name"]: row.get("tokens_per_second", math.nan) for row in results}
     print(f"\n{'target':44}{'at least':>10}{'found':>10}")
-    for name, least, found in rows:
+    for title, least, row, *other in TARGETS:
+        found = rate.get(row, math.nan) / (rate.get(other[0], math.nan) if other else 1)
         said = "not run" if math.isnan(found) else f"{found:,.{0 if least > 10 else 2}f}"
         holds = "" if math.isnan(found) else "  holds" if found >= least else "  missed"
-        print(f"{name:44}{least:>10,}{said:>10}{holds}")
+        print(f"{title:44}{least:>10,}{said:>10}{holds}")
 
 
 # ---- the command ---------------------------------------------------------------------------------
@@ -375,53 +412,61 @@ def asked_for() -> argparse.Namespace:
     parser.add_argument("--tiny", action="store_true", help="small sizes")
     parser.add_argument("--compile-only", type=int, choices=list(LAYOUTS), metavar="N",
                         help="what XLA says of the programs for N H200s")  # fmt: skip
-    return parser.parse_args()
+    given = parser.parse_args()
+    parts = given.rows.split(",")
+    given.asks_for = lambda name: any(part.strip() in name for part in parts)
+    return given
 
 
 def main() -> None:
-    given, start = asked_for(), time.perf_counter()
+    given = asked_for()
     if given.compile_only or not Path("/dev/nvidiactl").exists():
         jax.config.update("jax_platforms", "cpu")
     cpu_devices(given.compile_only or 8)
-    time_left = lambda: given.seconds - (time.perf_counter() - start)
-    asked = [part.strip() for part in given.rows.split(",")]
-    print(f"{heading()}", flush=True)
-    results = results_of(given, asked, time_left)
-    if given.json:
-        given.json.write_text(json.dumps(results, indent=1))
-    print(f"\n{time.perf_counter() - start:.0f} s in all")
-    sys.exit(any(row["wrong"] for row in results.get("parity", [])))
-
-
-def results_of(given: argparse.Namespace, asked: list[str], time_left: Callable) -> dict:
-    """Prints all parts that are asked for."""
+    print(heading(), flush=True)
+    run = Run(given.seconds, given.json)
     if given.compile_only:
-        every = cases([given.compile_only], tiny=given.tiny, asked=asked)
-        return {"compiled": compiled([c for c in every if c.row.one_program], time_left)}
-    count, on_gpu = jax.device_count(), jax.default_backend() == "gpu"
-    counts = [n for n in LAYOUTS if n <= count]
-    if not on_gpu:
-        given.tiny = True
-    only, found = given.only or (PARTS if on_gpu else PARTS[:1]), {}
-    every = cases(counts, tiny=given.tiny, asked=asked) if "train" in only else []
-    fit = fitting(every)
+        print("\ncompiled for H200s; GiB of a device, moments of the optimiser included")
+        print(f"{'':44}{'planner':>9}{'memory':>9}{'XLA':>9}{'planner':>9}{'memory':>9}{'s':>7}")
+        of_one = [c for c in cases(given) if c.row.one_program]
+        run.each("compiled", [c for c in of_one if c.row.devices == usable()], compiled)
+    else:
+        parts(run, given)
+    print(f"\n{run.taken:.0f} s in all")
+    every = [row for part in run.found.values() for row in part]
+    sys.exit(any("error" in row or not row.get("right", True) for row in every))
+
+
+def parts(run: Run, given: argparse.Namespace) -> None:
+    """Prints all that is asked for."""
+    on_gpu = jax.default_backend() == "gpu"
+    given.tiny = given.tiny or not on_gpu
+    only, layouts = given.only or (PARTS if on_gpu else ["parity"]), LAYOUTS[usable()]
+    fit = fitting(cases(given)) if "train" in only else []
     if "parity" in only:
-        names = [name for n in counts[-1:] for name in LAYOUTS[n]]
-        names = [name for name in names if any(part in name for part in asked)]
-        found["parity"] = parity(names, time_left)
+        print(f"\n{'parity, float64':44}{'loss off by':>13}{'gradients':>11}  worst leaf")
+        run.each("parity", [row_of(name) for name in layouts if given.asks_for(name)], parity)
     if fit:
-        found["train"] = train(fit, given.steps, time_left)
-        targets(found["train"])
-    if "schedules" in only and count > 1:
-        size = pipeline_gpu.TINY if given.tiny else pipeline_gpu.Size()
-        mesh = make_mesh(pp=counts[-1], devices=jax.devices()[: counts[-1]])
-        bench = pipeline_gpu.Bench(size, mesh)
-        pipeline_gpu.table(bench, [*pipeline_gpu.BUILDERS], time_left)
-    if "context" in only and count > 1:
+        train(run, fit, given.steps)
+        targets(run.found.get("train", []))
+    if usable() == 1:
+        return
+    if "schedules" in only:
+        schedules(run, pipeline_gpu.TINY if given.tiny else pipeline_gpu.Size())
+    if "context" in only and run.time_left() > 0:
         row = context_gpu.TINY if given.tiny else context_gpu.Row(131_072, "causal")
-        context_gpu.title(mesh := make_mesh(cp=counts[-1], devices=jax.devices()[: counts[-1]]))
-        found["context"] = context_gpu.measure(row, mesh)
-    return found
+        mesh = row_of(f"cp={usable()}").mesh()
+        context_gpu.title(mesh)
+        run.keep("context", **context_gpu.measure(row, mesh))
+
+
+def schedules(run: Run, size: pipeline_gpu.Size) -> None:
+    """Prints the table of pipelines over all devices."""
+    bench = pipeline_gpu.Bench(size, make_mesh(pp=usable(), devices=jax.devices()[: usable()]))
+    pipeline_gpu.table(bench, [*pipeline_gpu.BUILDERS], run.time_left)
+    for (executor, name, microbatches), (seconds, bound) in bench.found.items():
+        how = dict(executor=executor, schedule=name, microbatches=microbatches)
+        run.keep("schedules", **how, seconds=seconds, bound=bound)
 
 
 if __name__ == "__main__":
