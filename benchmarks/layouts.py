@@ -91,7 +91,7 @@ class Measured:
     Attributes:
       seconds: of the median step.
       ready: seconds until the first step was done.
-      loss: of the last step.
+      losses: of the first step, before any update, and of the last.
       assigned: bytes of a device that XLA gave to the state, gradients and all between; NaN where
         they are several programs.
       peak: bytes of the first device at most, in this process so far.
@@ -99,7 +99,7 @@ class Measured:
 
     seconds: float
     ready: float
-    loss: float
+    losses: tuple[float, float]
     assigned: float
     peak: int
 
@@ -156,14 +156,15 @@ def measured(
         loss, grads = settle(grads_of(state["params"], rows))
         return settle(update(state, loss, grads))
 
-    taken, ready, loss = [], 0.0, np.nan
+    taken, losses, ready = [], [], 0.0
     for i in range(steps + 2):
         before = time.perf_counter()
         state, loss = jax.block_until_ready(step(state))
         taken.append(time.perf_counter() - before)
+        losses.append(float(loss))
         if not i:
             ready = time.perf_counter() - start
-    assert np.isfinite(float(loss))
+    assert np.isfinite(losses).all()
     used = jax.devices()[0].memory_stats() or {}
     peak = used.get("peak_bytes_in_use", 0)
-    return Measured(median(taken[2:]), ready, float(loss), assigned, peak)
+    return Measured(median(taken[2:]), ready, (losses[0], losses[-1]), assigned, peak)

@@ -9,8 +9,8 @@
 rows of 8,192 tokens, in bfloat16 and in 8 bits. Each number of GPUs has its rows, and all that is
 predicted is printed before anything is measured. MFU counts the model's operations at the bfloat16
 peak, in 8 bits too. A layout that needs more memory than there is, as the planner has it, is left
-out with a line that says so. All layouts of a model see the same tokens, so that their losses are
-those of its first row. `--compile-only` asks XLA what the same programs take, and runs none.
+out with a line that says so. All layouts of a model see the same tokens, so that their losses, of
+which the first is before any update, are those of its first row. `--compile-only` asks XLA what the same programs take, and runs none.
 
 `parity`: loss and gradients of a small model in every layout, in float64, beside one device's.
 `schedules`: pipeline_gpu.py's table, over all GPUs: pipelines beside the simulator.
@@ -82,7 +82,8 @@ TARGETS = (
     ("8B fp8 under FSDP, tokens/s/GPU", 13_500, "8B fp8 fsdp=8"),
     ("1B bf16, a GPU of 8 / one alone", 0.92, "1B bf16 fsdp=8", "1B bf16 fsdp=1"),
     ("half-8B bf16, a GPU of 8 / one alone", 0.92, "half-8B bf16 fsdp=8", "half-8B bf16 fsdp=1"),
-    ("8B bf16 tp=4, a ring / plain", 1.08, "8B bf16 fsdp=2 tp=4 ring", "8B bf16 fsdp=2 tp=4"),
+    ("8B bf16 tp=4, a ring / plain", 1.08, "8B bf16 tp=4 ring", "8B bf16 tp=4"),
+    ("the same on 8 GPUs", 1.08, "8B bf16 fsdp=2 tp=4 ring", "8B bf16 fsdp=2 tp=4"),
 )
 """What it is for, at least how much, of which row, relative to which other."""
 
@@ -175,8 +176,8 @@ def usable() -> int:
 def cases(given: argparse.Namespace) -> list[Case]:
     """All rows for the devices here that are asked for, those with a target first.
 
-    With fewer devices run what scaling is counted from, and of the half model, which one GPU can
-    hold, nothing else.
+    Fewer devices run what scaling is counted from. The half model, which one GPU can hold, is there
+    for that alone.
     """
     models, length = ({"small": SMALL}, 128) if given.tiny else (MODELS, 8192)
     if given.compile_only:  # as on a GPU that is there
@@ -299,8 +300,8 @@ def train(run: Run, every: list[Case], steps: int) -> None:
         jax.clear_caches()
         said = traced(case)
         found = measured(case.row, case.model, case.length, steps, case.policy)
-        loss = first.setdefault((case.model, case.policy), found.loss)
-        print(line_of(case, said, found, found.loss / loss, peak), flush=True)
+        loss = first.setdefault((case.model, case.policy), found.losses[0])
+        print(line_of(case, said, found, found.losses[0] / loss - 1, peak), flush=True)
         peak = found.peak
         rate, predicted = case.tokens / found.seconds, case.plan.record()
         numbers = dict(tokens_per_second=rate, mfu=case.mfu(found.seconds), memory=said)
@@ -308,12 +309,12 @@ def train(run: Run, every: list[Case], steps: int) -> None:
 
     print(
         f"\n{'measured':44}{'ms':>10}{'predicted':>10}{'tokens/s/GPU':>14}{'MFU':>7}"
-        f"{'GiB: planner, memory, XLA, peak':>40}{'loss':>9}{'of first':>9}{'ready s':>9}"
+        f"{'GiB: planner, memory, XLA, peak':>40}{'loss':>9}{'off by':>10}{'later':>9}{'ready s':>9}"
     )
     run.each("train", every, one)
 
 
-def line_of(case: Case, said: float, found: Measured, loss: float, before: int) -> str:
+def line_of(case: Case, said: float, found: Measured, off_by: float, before: int) -> str:
     """A line of the table; a peak that was there before is an upper bound of this row's."""
     p, bound = case.plan, "≤" if found.peak == before else ""
     off = f"{p.seconds / found.seconds - 1:10.1%}" if case.policy == "bf16" else f"{'–':>10}"
@@ -321,7 +322,7 @@ def line_of(case: Case, said: float, found: Measured, loss: float, before: int) 
     return (
         f"{case.name:44}{1e3 * found.seconds:10.1f}{off}{case.tokens / found.seconds:14,.0f}"
         f"{case.mfu(found.seconds):7.1%}{sizes}{f'{bound}{found.peak / GIB:.1f}':>10}"
-        f"{found.loss:9.4f}{loss:9.5f}{found.ready:9.1f}"
+        f"{found.losses[0]:9.4f}{off_by:10.1e}{found.losses[1]:9.4f}{found.ready:9.1f}"
     )
 
 
