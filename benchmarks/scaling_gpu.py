@@ -9,8 +9,9 @@
 rows of 8,192 tokens, in bfloat16 and in 8 bits. Each number of GPUs has its rows, and all that is
 predicted is printed before anything is measured. MFU counts the model's operations at the bfloat16
 peak, in 8 bits too. A layout that needs more memory than there is, as the planner has it, is left
-out with a line that says so. All layouts of a model see the same tokens, so that their losses, of
-which the first is before any update, are those of its first row. `--compile-only` asks XLA what the same programs take, and runs none.
+out with a line that says so. All layouts of a model see the same tokens, so that their losses are
+those of its first row: `loss` before any update, `later` after the last. `--compile-only` asks XLA
+what the same programs take, and runs none.
 
 `parity`: loss and gradients of a small model in every layout, in float64, beside one device's.
 `schedules`: pipeline_gpu.py's table, over all GPUs: pipelines beside the simulator.
@@ -40,7 +41,6 @@ sys.path[:0] = [str(ROOT), str(ROOT / "examples")]
 os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # a fault in NVLink multicast takes the host along
 
 import jax  # noqa: E402
-import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
 
 import llama  # noqa: E402
@@ -57,7 +57,7 @@ from benchmarks.layouts import (  # noqa: E402
     predicted,
 )
 from xform import memory  # noqa: E402
-from xform.sharding import cpu_devices, make_mesh, plan, settle, shardings  # noqa: E402
+from xform.sharding import cpu_devices, make_mesh, plan, settle  # noqa: E402
 from xform.train.data import Rows  # noqa: E402
 
 PARTS = ("parity", "train", "schedules", "context")
@@ -156,16 +156,12 @@ class Case:
     def mfu(self, seconds: float) -> float:
         return llama.flops_per_token(self.model, self.length) * self.tokens / seconds / PEAK
 
-    def shapes(self) -> tuple[Callable, Any, Any]:
+    def shapes(self) -> tuple[Callable, dict, Rows]:
         """Loss and gradients, and the shapes and placement of parameters and rows."""
         mesh, row = self.row.mesh(), self.row
-        placed = pipelined.placement(row.layout, self.model, mesh, row.schedule)
-        struct = lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at)
-        init = partial(pipelined.first_params, self.model, row.schedule)
-        params = jax.tree.map(struct, jax.eval_shape(init, jax.random.key(0)), placed)
-        at = shardings(mesh, parallel.specs_of_rows(mesh))
-        tokens: Any = jax.ShapeDtypeStruct((row.rows, self.length), jnp.int32, sharding=at)
-        return row.gradients(self.model, mesh, self.policy), params, Rows(tokens, tokens, tokens)
+        size = row.rows, self.length
+        given = pipelined.shapes(row.layout, self.model, mesh, row.schedule, size)
+        return row.gradients(self.model, mesh, self.policy), *given
 
 
 def usable() -> int:
@@ -307,10 +303,10 @@ def train(run: Run, every: list[Case], steps: int) -> None:
         numbers = dict(tokens_per_second=rate, mfu=case.mfu(found.seconds), memory=said)
         return {**numbers, **asdict(found), "predicted": predicted}
 
-    print(
-        f"\n{'measured':44}{'ms':>10}{'predicted':>10}{'tokens/s/GPU':>14}{'MFU':>7}"
-        f"{'GiB: planner, memory, XLA, peak':>40}{'loss':>9}{'off by':>10}{'later':>9}{'ready s':>9}"
-    )
+    heads = ("tokens/s/GPU", 14), ("MFU", 7), ("GiB: planner, memory, XLA, peak", 40)
+    heads += ("loss", 9), ("off by", 10), ("later", 9), ("ready s", 9)
+    names = "".join(f"{name:>{width}}" for name, width in heads)
+    print(f"\n{'measured':44}{'ms':>10}{'predicted':>10}{names}")
     run.each("train", every, one)
 
 
