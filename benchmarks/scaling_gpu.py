@@ -70,7 +70,7 @@ LLAMA_8B = llama.Config(
     codes=128_256, layers=32, width=4096, heads=32, kv_heads=8, head_size=128, hidden=14_336,
     rope_base=500_000.0,
 )  # fmt: skip
-MODELS = {"1B": BILLION, "half-8B": replace(LLAMA_8B, layers=16), "8B": LLAMA_8B}
+MODELS = {"1B": BILLION, "8B-half": replace(LLAMA_8B, layers=16), "8B": LLAMA_8B}
 SMALL = llama.Config(
     codes=256, layers=8, width=64, heads=8, kv_heads=8, head_size=8, hidden=128, fuse=False
 )
@@ -81,7 +81,7 @@ TARGETS = (
     ("8B bf16 under FSDP, tokens/s/GPU", 9_500, "8B bf16 fsdp=8"),
     ("8B fp8 under FSDP, tokens/s/GPU", 13_500, "8B fp8 fsdp=8"),
     ("1B bf16, a GPU of 8 / one alone", 0.92, "1B bf16 fsdp=8", "1B bf16 fsdp=1"),
-    ("half-8B bf16, a GPU of 8 / one alone", 0.92, "half-8B bf16 fsdp=8", "half-8B bf16 fsdp=1"),
+    ("8B-half bf16, a GPU of 8 / one alone", 0.92, "8B-half bf16 fsdp=8", "8B-half bf16 fsdp=1"),
     ("8B bf16 tp=4, a ring / plain", 1.08, "8B bf16 tp=4 ring", "8B bf16 tp=4"),
     ("the same on 8 GPUs", 1.08, "8B bf16 fsdp=2 tp=4 ring", "8B bf16 fsdp=2 tp=4"),
 )
@@ -184,7 +184,7 @@ def cases(given: argparse.Namespace) -> list[Case]:
         for policy in POLICIES
         for name, model in models.items()
         for layout in (*LAYOUTS[usable()], *less)
-        if name != "half-8B" or layout in (f"fsdp={usable()}", *less)
+        if name != "8B-half" or layout in (f"fsdp={usable()}", *less)
     ]
     wanted = {name for target in TARGETS for name in target[2:]}
     found = [case for case in found if given.asks_for(case.name)]
