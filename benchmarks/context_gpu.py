@@ -4,6 +4,7 @@
     python3 benchmarks/context_gpu.py --lengths 131072       # one of them
     python3 benchmarks/context_gpu.py --json times.json      # and the numbers
     python3 benchmarks/context_gpu.py --tiny                 # small ones, on virtual CPU devices
+    python3 benchmarks/scaling_gpu.py --only context         # 128k on as many GPUs as there are
 
 One process. A row is a length and a mask: bfloat16, 16 query and 8 key/value heads of 128. All run
 on the same random numbers: one GPU in the order of positions, the methods in the order of the
@@ -24,7 +25,7 @@ import time
 import traceback
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -53,6 +54,9 @@ class Row:
     @property
     def name(self) -> str:
         return f"{self.length // 1024}k {self.mask}"
+
+
+TINY = Row(1024, "causal", heads=4, kv_heads=2, size=16)
 
 
 def ids_of(row: Row):
@@ -237,6 +241,15 @@ def measure(row: Row, mesh) -> dict:
     return result
 
 
+def title(mesh) -> None:
+    """Prints what stands above the table."""
+    import jax
+
+    kind = mesh.devices.flat[0].device_kind
+    print(f"# {mesh.size} x {kind}, jax {jax.__version__}; milliseconds (speed-up), error")
+    print(f"| row | pass | one device | {' | '.join(METHODS)} |\n|{'---|' * (3 + len(METHODS))}")
+
+
 def say(row: Row, which: str, result: dict) -> None:
     """Prints a line of the table."""
     ms, errors = result["ms"][which], result["errors"].get(which, {})
@@ -268,17 +281,20 @@ def main() -> None:
 
     from xform.sharding import cpu_devices, make_mesh
 
-    sizes: dict = {}
+    first = Row(options.lengths[0], "causal")
     if options.tiny:
         cpu_devices(options.devices)
         options.seconds = float("inf")
-        options.lengths, sizes = [1024], {"heads": 4, "kv_heads": 2, "size": 16}
+        first, options.lengths = TINY, [TINY.length]
     mesh = make_mesh(cp=options.devices, devices=jax.devices()[: options.devices])
     kind = mesh.devices.flat[0].device_kind
-    print(f"# {options.devices} x {kind}, jax {jax.__version__}; milliseconds (speed-up), error")
-    print(f"| row | pass | one device | {' | '.join(METHODS)} |\n|{'---|' * (3 + len(METHODS))}")
+    title(mesh)
     results = []
-    rows = [Row(length, mask, **sizes) for length in options.lengths for mask in options.masks]
+    rows = [
+        replace(first, length=length, mask=mask)
+        for length in options.lengths
+        for mask in options.masks
+    ]
     for row in rows:
         if time.perf_counter() - start > options.seconds:
             print(f"# {row.name}: left out, {options.seconds:.0f} s are over", flush=True)

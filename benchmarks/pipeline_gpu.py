@@ -2,6 +2,7 @@
 
     python3 benchmarks/pipeline_gpu.py
     python3 benchmarks/pipeline_gpu.py --tokens 2048 --seconds 600
+    python3 benchmarks/scaling_gpu.py --only schedules   # on as many GPUs as there are
     python3 benchmarks/pipeline_gpu.py --tiny        # on two virtual CPU devices: does it run?
 
 Sixteen layers of the shape of a model with a billion parameters (width 2,048, hidden 8,192) in
@@ -21,7 +22,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from itertools import product
 from pathlib import Path
@@ -145,7 +146,7 @@ class Bench:
 
     Attributes:
       size: what runs.
-      mesh: two devices.
+      mesh: the ranks.
       found: for executor, schedule and microbatches: what a step took, and its bound.
     """
 
@@ -169,7 +170,7 @@ class Bench:
 
     def row(self, executor: str, name: str, microbatches: int) -> str:
         """A line of the table."""
-        schedule = BUILDERS[name](RANKS, microbatches)
+        schedule = BUILDERS[name](self.mesh.size, microbatches)
         times, run = self.times(executor, schedule), self._runs[executor]
         expected = simulate(schedule, times, lockstep=executor == "one_program")
         run.times = times
@@ -179,7 +180,7 @@ class Bench:
         taken = median(_seconds(step) for _ in range(STEPS))
         bound = max(expected.busy)
         self.found[executor, name, microbatches] = taken, bound
-        used = self.size.flops * microbatches / (taken * RANKS * PEAK)
+        used = self.size.flops * microbatches / (taken * self.mesh.size * PEAK)
         return (
             f"{executor:12}{name:15}{microbatches:4}{1e3 * taken:10.1f}{1e3 * expected.end:11.1f}"
             f"{taken / expected.end:7.3f}{1e3 * bound:10.1f}{taken / bound:7.3f}"
@@ -257,21 +258,22 @@ def main() -> None:
         # Both ranks run the same programs: the second finds those of the first.
         jax.config.update("jax_compilation_cache_dir", cache)
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
-        table(Bench(size, make_mesh(pp=RANKS, devices=jax.devices()[:RANKS])), given, start)
+        bench = Bench(size, make_mesh(pp=RANKS, devices=jax.devices()[:RANKS]))
+        table(bench, given.only, lambda: given.seconds - (time.perf_counter() - start))
     print(f"\n{time.perf_counter() - start:.0f} s in all")
 
 
-def table(bench: Bench, given: argparse.Namespace, start: float) -> None:
-    """Prints the rows."""
-    device = bench.mesh.devices.flat[0].device_kind
-    print(f"jax {jax.__version__}, {RANKS} × {device}; {bench.size}; times in ms")
+def table(bench: Bench, names: Sequence[str], time_left: Callable[[], float]) -> None:
+    """Prints the rows of these schedules; after the time that is left, none begins."""
+    ranks, device = bench.mesh.size, bench.mesh.devices.flat[0].device_kind
+    print(f"jax {jax.__version__}, {ranks} × {device}; {bench.size}; times in ms")
     print(
         f"{'executor':12}{'schedule':15}{'M':>4}{'measured':>10}{'simulated':>11}{'ratio':>7}"
         f"{'bound':>10}{'ratio':>7}{'bubble':>9}{'(sim.)':>9}{'MFU':>7}"
     )
     left = []
-    for name, executor, microbatches in product(given.only, EXECUTORS, bench.size.microbatches):
-        if time.perf_counter() - start > given.seconds:
+    for name, executor, microbatches in product(names, EXECUTORS, bench.size.microbatches):
+        if time_left() < 0:
             left.append(f"{executor} {name} {microbatches}")
             continue
         try:

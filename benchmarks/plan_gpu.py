@@ -3,8 +3,7 @@
     python3 benchmarks/plan_gpu.py              # predictions, parts, then steps, in four minutes
     python3 benchmarks/plan_gpu.py --tiny       # small shapes on virtual CPU devices: does it run?
 
-A step is that of examples/train.py: loss and gradients of `pipelined.gradients`, then
-`updates.update_of`, on random tokens that are one document. All predictions are printed before
+A step is that of examples/train.py, as layouts.py takes it. All predictions are printed before
 anything is measured. A model of a billion parameters: 16 layers of width 2,048 and 8,192 units, 16
 heads of 128 on 8 keys, a vocabulary of 32,768, rows of 8,192 tokens, bfloat16 from float32.
 
@@ -16,19 +15,15 @@ is printed, and the next one runs; what `--seconds` leave no time for is named.
 from __future__ import annotations
 
 import argparse
-import os
-import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "examples")]
-os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.94")
 
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
@@ -37,48 +32,13 @@ from jax import P  # noqa: E402
 
 import llama  # noqa: E402
 import parallel  # noqa: E402
-import pipelined  # noqa: E402
-import planned  # noqa: E402
-import updates  # noqa: E402
+from benchmarks.layouts import BILLION, Row, heading, measured, predicted  # noqa: E402
 from xform import causal, flex_attention  # noqa: E402
-from xform.sharding import cpu_devices, make_mesh, plan, settle  # noqa: E402
+from xform.sharding import cpu_devices, make_mesh, plan  # noqa: E402
 from xform.sharding.plan._compute import product  # noqa: E402
 from xform.sharding.plan._messages import Group, collective  # noqa: E402
-from xform.train.data import Rows  # noqa: E402
 
-BILLION = llama.Config(
-    codes=32_768, layers=16, width=2048, heads=16, kv_heads=8, head_size=128, hidden=8192
-)
 SMALL = llama.Config(codes=256, layers=4, width=64, heads=4, kv_heads=2, head_size=16, hidden=128)
-
-
-@dataclass(frozen=True)
-class Row:
-    """A layout to measure.
-
-    Attributes:
-      name: what the table calls it.
-      axes: sizes of the mesh.
-      layout: what the example splits.
-      rows: in a batch.
-      microbatches: of a pipeline.
-    """
-
-    name: str
-    axes: dict[str, int]
-    layout: parallel.Layout
-    rows: int
-    microbatches: int | None = None
-
-    @property
-    def devices(self) -> int:
-        return int(np.prod(list(self.axes.values())))
-
-    @property
-    def schedule(self) -> Any:
-        if "pp" not in self.axes:
-            return None
-        return pipelined.schedule_of("1f1b", self.axes["pp"], self.microbatches)
 
 
 ONE, FSDP = parallel.PLAIN, parallel.Layout(fsdp=True)
@@ -93,51 +53,7 @@ ROWS = (
 )
 
 
-def predicted(row: Row, model: llama.Config, length: int) -> plan.Plan:
-    """What the planner says of a row."""
-    shape = plan.Model.of(model, length, name="1B")
-    split = planned.layout_of(row.axes, row.layout, row.schedule)
-    return plan.predict(
-        shape, plan.machine("H200", row.devices), split, row.rows * length, must_fit=False
-    )
-
-
 # ---- steps ---------------------------------------------------------------------------------------
-
-
-def batch(rows: int, length: int, codes: int) -> Rows:
-    """Random tokens, one document a row."""
-    shape = (rows, length)
-    tokens = np.random.default_rng(0).integers(0, codes, shape, np.int32)
-    return Rows(tokens, np.zeros(shape, np.int32), np.roll(tokens, -1, axis=1))
-
-
-def measured(row: Row, model: llama.Config, length: int, steps: int) -> tuple[float, float, float]:
-    """Seconds of the median step, GiB at most, and seconds until the first was done."""
-    start = time.perf_counter()
-    mesh = make_mesh(**row.axes, devices=jax.devices()[: row.devices])
-    schedule = row.schedule
-    optimizer = updates.optimizer(3e-4, 1000, 0.1)
-    state = updates.first_state(model, mesh, row.layout, schedule, optimizer)
-    executor = "per_stage" if schedule is not None else "one_program"
-    grads_of = pipelined.gradients(model, mesh, row.layout, "bf16", schedule, executor=executor)
-    update = updates.update_of(optimizer)
-    rows = parallel.place_rows(batch(row.rows, length, model.codes), mesh)
-
-    def step(state):
-        loss, grads = settle(grads_of(state["params"], rows))
-        return settle(update(state, loss, grads))
-
-    taken, ready, loss = [], 0.0, np.nan
-    for i in range(steps + 2):
-        before = time.perf_counter()
-        state, loss = jax.block_until_ready(step(state))
-        taken.append(time.perf_counter() - before)
-        if not i:
-            ready = time.perf_counter() - start
-    assert np.isfinite(float(loss))
-    used = jax.devices()[0].memory_stats() or {}
-    return median(taken[2:]), used.get("peak_bytes_in_use", 0) / 2**30, ready
 
 
 def table_of_steps(model: llama.Config, length: int, given: Any, start: float) -> None:
@@ -166,17 +82,17 @@ def table_of_steps(model: llama.Config, length: int, given: Any, start: float) -
             continue
         p = plans[row.name]
         try:
-            seconds, memory, ready = measured(row, model, length, 2 if given.tiny else 5)
+            found = measured(row, model, length, 2 if given.tiny else 5)
         except Exception as error:  # a row that fails is a finding, not the end of the table
             print(f"{row.name:28} {type(error).__name__}: {str(error)[:300]}", flush=True)
             continue
         finally:
             jax.clear_caches()
-        off = p.seconds / seconds - 1
+        off = p.seconds / found.seconds - 1
         errors.append(abs(off))
         print(
-            f"{row.name:28}{row.rows:5}{1e3 * p.seconds:14.1f}{1e3 * seconds:13.1f}{off:8.1%}"
-            f"{p.mfu * p.seconds / seconds:7.1%}{memory:22.1f}{ready:9.1f}",
+            f"{row.name:28}{row.rows:5}{1e3 * p.seconds:14.1f}{1e3 * found.seconds:13.1f}{off:8.1%}"
+            f"{p.mfu * p.seconds / found.seconds:7.1%}{found.peak / 2**30:22.1f}{found.ready:9.1f}",
             flush=True,
         )
     if left:
@@ -268,10 +184,7 @@ def main() -> None:
     if given.tiny:
         jax.config.update("jax_platforms", "cpu")
         cpu_devices(2)
-    git = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
-    commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
-    kind = jax.devices()[0].device_kind
-    print(f"{jax.device_count()} × {kind}, jax {jax.__version__}, commit {commit or 'unknown'}")
+    print(heading())
     model, length = (SMALL, 128) if given.tiny else (BILLION, 8192)
     table_of_steps(model, length, given, start)
     print(f"{time.perf_counter() - start:.0f} s in all")

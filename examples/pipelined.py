@@ -28,7 +28,7 @@ from parallel import Layout
 from xform import precision
 from xform.sharding import check_divisible, data, fsdp, settle, shardings
 from xform.sharding.pipeline import BUILDERS, Schedule, build, by_rank, one_program, per_stage
-from xform.train.data import NO_LABEL
+from xform.train.data import NO_LABEL, Rows
 
 type Executor = Literal["one_program", "per_stage"]
 EXECUTORS = {"one_program": one_program, "per_stage": per_stage}
@@ -131,6 +131,22 @@ def first_params(model: llama.Config, schedule: Schedule | None, key: jax.Array)
 def placement(layout: Layout, model: llama.Config, mesh: Mesh, schedule: Schedule | None) -> dict:
     """Returns where each parameter is while it is trained."""
     return shardings(mesh, specs_for(layout, model, mesh, schedule))
+
+
+def shapes(
+    layout: Layout,
+    model: llama.Config,
+    mesh: Mesh,
+    schedule: Schedule | None,
+    size: tuple[int, int],
+) -> tuple[dict, Rows]:
+    """Returns shapes and placement of parameters, and of so many rows of so many tokens."""
+    struct = lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at)
+    params = jax.eval_shape(partial(first_params, model, schedule), jax.random.key(0))
+    params = jax.tree.map(struct, params, placement(layout, model, mesh, schedule))
+    rows = jax.eval_shape(lambda: Rows(*[np.zeros(size, np.int32)] * 3))
+    at = shardings(mesh, parallel.specs_of_rows(mesh))
+    return params, jax.tree.map(lambda x: struct(x, at), rows)
 
 
 def rest_placement(

@@ -8,7 +8,6 @@ from functools import partial
 from typing import Any
 
 import jax
-import numpy as np
 from jax.sharding import Mesh
 from rich.progress import BarColumn, Progress, TimeRemainingColumn
 
@@ -17,8 +16,7 @@ import parallel
 import pipelined
 from settings import Config
 from xform import Costs, cost, device, hfu, memory, mfu
-from xform.sharding import make_mesh, shardings
-from xform.train.data import Rows
+from xform.sharding import make_mesh
 
 
 def forecast(config: Config, mesh: Mesh) -> tuple[Costs, Costs]:
@@ -44,13 +42,8 @@ def forecast(config: Config, mesh: Mesh) -> tuple[Costs, Costs]:
 
 def counted(config: Config, model: llama.Config, mesh: Mesh, layout: parallel.Layout):
     """Returns what loss and gradients of a model cost on a mesh, and what tells their memory."""
-    struct = lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at)
-    params = jax.eval_shape(partial(llama.init, model), jax.random.key(0))
-    params = jax.tree.map(struct, params, parallel.placement(layout, model, mesh))
-    shape = (config.batch, config.length)
-    rows = jax.eval_shape(lambda: Rows(*[np.zeros(shape, np.int32)] * 3))
-    placed = shardings(mesh, parallel.specs_of_rows(mesh))
-    rows = jax.tree.map(lambda x: struct(x, placed), rows)
+    size = config.batch, config.length
+    params, rows = pipelined.shapes(layout, model, mesh, None, size)
     grads = parallel.gradients(model, mesh, layout, "f32")
     return cost(grads)(params, rows), partial(memory(grads), params, rows)
 

@@ -2,24 +2,19 @@
 
 import dataclasses
 import math
-from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import pytest
 from hypothesis import given, settings
-from jax import P
 
 import llama
-import parallel
 import pipelined
 import planned
 from parallel import Layout
 from tests.sharding.plan.shapes import SMALL, built, cases, predict
-from xform.sharding import make_mesh, plan, shardings
+from xform.sharding import make_mesh, plan
 from xform.sharding.plan._compute import kept
-from xform.train.data import Rows
 
 MIDDLE = llama.Config(
     codes=8192, layers=8, width=1024, heads=8, kv_heads=4, head_size=128, hidden=4096
@@ -56,14 +51,9 @@ def compiled(name: str) -> float:
     axes, layout, batch, _ = LAYOUTS[name]
     mesh = make_mesh(**axes, devices=jax.devices()[: math.prod(axes.values())])
     schedule = schedule_of(name)
-    placed = pipelined.placement(layout, MIDDLE, mesh, schedule)
-    struct = lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at)
-    init = partial(pipelined.first_params, MIDDLE, schedule)
-    params = jax.tree.map(struct, jax.eval_shape(init, jax.random.key(0)), placed)
-    at = shardings(mesh, P(*parallel.of_rows(mesh)))
-    row: Any = jax.ShapeDtypeStruct((batch, LENGTH), jnp.int32, sharding=at)
+    shapes = pipelined.shapes(layout, MIDDLE, mesh, schedule, (batch, LENGTH))
     step = pipelined.gradients(MIDDLE, mesh, layout, "bf16", schedule)
-    return plan.compiled_memory(step, params, Rows(row, row, row)).total
+    return plan.compiled_memory(step, *shapes).total
 
 
 def predicted(name: str) -> float:
