@@ -227,10 +227,14 @@ class Search:
 
     @cached_property
     def choices(self) -> list[Choice]:
-        """What is tried first, from the fastest on: a few prices, and regions put together."""
+        """What is tried first, from the fastest on: a few prices, and regions put together.
+
+        Not where the host keeps some values: what is computed again would bring them there again.
+        """
         n = len(self._prices)
         some = sorted({round(i * (n - 1) / (_PRICES - 1)) for i in range(_PRICES)})
-        together = [(math.inf, 2), (0.0, 2), (0.0, 3)] if self.divided else []
+        nested = self.divided and not self.settings.offload
+        together = [(math.inf, 2), (0.0, 2), (0.0, 3)] if nested else []
         few = (Choice(self._prices[i]) for i in some)
         return [*few, *(Choice(price, levels=n) for price, n in together)]
 
