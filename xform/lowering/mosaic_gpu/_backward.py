@@ -378,13 +378,14 @@ class Backward:
                 plgpu.barrier_wait(smem["do_full"].at[slot])
                 self._clean_shared(partial, warpgroup, do_tile, smem)
                 mma.qk(dp_acc, smem["v"].at[w], do_tile)
-                # What is looked up is loaded while the products run.
-                own = call.values(held, smem["vectors"], slot, warpgroup * call.tiles.kv)
-                values = call.found(own)
+                of = lambda: call.values(held, smem["vectors"], slot, warpgroup * call.tiles.kv)
+                # What is looked up is loaded while the products run; all else costs registers.
+                early = call.found(of()) if call.looks_up else None
                 s_tile = mma.read(s_acc, 1, q_tile)  # dP' still runs; dK of the last step is done
                 free = functools.partial(self._free_queries, last, 1, smem)
                 plgpu.when(i > 0)(free)
                 read = lambda: mma.read(dp_acc, 1, smem["v"].at[w])  # dV still runs
+                values = of() if early is None else early
                 return self._weigh(s_tile, read, slot, partial, place, values, dv_acc, smem)
 
             return mma.scoped(derivatives, buffers["dp"], warpgroup, shape)

@@ -237,6 +237,11 @@ class Call:
         """Which operands travel through shared memory: vectors of what moves, and bands."""
         return [n for n, x in enumerate(self.operands) if x.pair in (self.moving, BAND)]
 
+    @property
+    def looks_up(self) -> bool:
+        """Whether pairs read anything where their query's and their key's indices meet."""
+        return any(operand.lookup is not None for operand in self.operands)
+
     def width(self, pair: str) -> int:
         """How many numbers of a vector belong to one tile of a block."""
         return self.tiles.rows + self.tiles.cols if pair == BAND else self.shape[1]
