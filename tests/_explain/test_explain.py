@@ -10,6 +10,7 @@ import pytest
 from jax.experimental import io_callback
 
 from xform import explain, fuse, no_host_gap
+from xform._explain import _measure
 from xform._explain._measure import _owners
 from xform._explain._report import _NO_COMMAND_BUFFERS
 from xform._hlo import compile_and_dump, lower_for, read
@@ -317,3 +318,40 @@ def test_a_step_that_does_not_is_itself():
     assert len(calls) == traced  # checked once
     assert jax.grad(lambda x: step(x, 2).sum())(jnp.ones(2)).tolist() == [2, 2]
     assert step.__name__ == "step"
+
+
+def test_kernels_in_a_cuda_graph_are_known_by_their_symbols():
+    """There an event has the graph's instruction; seen on an H200."""
+    gpu = "/device:GPU:0"
+    planes = [
+        (gpu, "gemm_fusion_dot_6", "command_buffer_1", 10, 20),
+        (gpu, "fusion_2", "fusion.2", 20, 24),
+        (gpu, "nvjet_sm90_tst_128x256", "command_buffer_1", 24, 40),
+        (gpu, "flex_attention_forward", "custom-call.3", 40, 50),
+        (gpu, "flex_attention_kernel", "mpmd_map.3", 60, 70),
+        (gpu, "MemcpyD2D", "command_buffer_1", 50, 51),
+        (gpu, "ncclDevKernel_AllReduce", "command_buffer_1", 51, 53),
+        ("0", "while", "while.1", 0, 60),
+    ]
+    kinds = {"gemm_fusion_dot.6": "compute", "fusion.2": "memory", "custom-call.3": ""}
+    kinds["dynamic_slice_fusion"] = "compute"
+    found = {
+        (e.kernel, e.kind)
+        for e in _measure._events(planes, kinds, {"mpmd_map.3": "dynamic_slice_fusion"})
+    }
+    assert found == {
+        *(("gemm_fusion_dot.6", "compute"), ("fusion.2", "memory"), ("custom-call.3", "compute")),
+        *(("nvjet_sm90_tst_128x256", "compute"), ("MemcpyD2D", "memory")),
+        *(("ncclDevKernel_AllReduce", "communication"), ("dynamic_slice_fusion", "compute")),
+    }
+
+
+def test_a_profile_that_saw_nothing_is_no_idle_run(monkeypatch):
+    seen = _measure._planes
+    only_marks = lambda path: [e for e in seen(path) if e[1] == _measure._MARK]
+    monkeypatch.setattr(_measure, "_planes", only_marks)
+    f, x = lambda x: jnp.tanh(x @ x), jnp.ones((64, 64))
+    with pytest.raises(RuntimeError, match="saw no kernel run"):
+        explain(f, run=True)(x)
+    with pytest.warns(UserWarning, match="saw no kernel run"):
+        assert explain(f)(x).run is None

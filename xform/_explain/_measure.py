@@ -6,6 +6,7 @@ a collective is *communication*, so that what computation hides does not count; 
 *idle*: launches, the host, waiting. The four add up to the wall time.
 """
 
+import re
 import tempfile
 import warnings
 from collections.abc import Callable, Iterable, Mapping
@@ -19,6 +20,15 @@ from xform._hlo import Kernel, Program
 
 CLASSES = ("compute", "memory", "communication")
 _MARK = "xform.explain"
+# In the names of kernels whose time goes into products.
+_COMPUTE = (
+    *("gemm", "dot", "conv", "wgmma", "nvjet", "cutlass", "cublas"),
+    *("attention", "sdpa", "flash", "product", "cross_entropy"),
+)
+
+
+class NothingSeen(RuntimeError):
+    """A program ran, and its profile is empty."""
 
 
 class Event(NamedTuple):
@@ -68,6 +78,9 @@ def measure(
       program: What it runs.
       class_of: The class of a kernel: one of `CLASSES`; any other is idle time.
       runs: How many runs to choose from, after one that does not count.
+
+    Raises:
+      NothingSeen: The profiler told of no kernel.
     """
     jax.block_until_ready(call(prepare()))
     with tempfile.TemporaryDirectory(prefix="xform-") as folder:
@@ -79,19 +92,41 @@ def measure(
         (path,) = Path(folder).rglob("*.xplane.pb")
         planes = _planes(path)
     kinds = {kernel.name: class_of(kernel) for kernel in program.kernels}
-    owners = _owners(program)
-    marks, events = [], []
-    for device, name, op, start, end in planes:
-        on_device = device.startswith("/device:")
-        kernel = owners.get(op, op) if on_device else op
-        if name == _MARK:
-            marks.append((end - start, start, end))
-        elif kernel in kinds:
-            events.append(Event(device, kernel, kinds[kernel], start, end))
-        elif on_device:
-            events.append(Event(device, op or name, _class_of_name(name), start, end))
+    marks = [(end - start, start, end) for _, name, _, start, end in planes if name == _MARK]
+    events = list(_events(planes, kinds, _owners(program)))
     _, start, end = min(marks)
-    return _split(events, start, end)
+    run = _split(events, start, end)
+    if kinds and not run.events:
+        raise NothingSeen(
+            "JAX's profiler saw no kernel run, so that no time can be split. On GPUs it needs "
+            "CUPTI, and the right to use it; `run=False` asks for what is known without a run."
+        )
+    return run
+
+
+def _events(
+    planes: Iterable[tuple], kinds: Mapping[str, str], owners: Mapping[str, str]
+) -> Iterable[Event]:
+    """The kernels of a profile, each under its instruction's name, if it is of the program.
+
+    Within a CUDA graph an event has the graph's instruction, and its own only as a symbol; of a
+    kernel that XLA runs on a part of a stack it has the instruction within, whose `owners` tell.
+    """
+    symbols = {_symbol(name): name for name in kinds}
+    for device, name, op, start, end in planes:
+        named = symbols.get(name, name)
+        kernel = op if op in kinds else owners.get(op, named)
+        if device.startswith("/device:"):
+            kind = kinds.get(kernel)
+            kind = kind if kind in CLASSES else _class_of_name(name)
+            yield Event(device, kernel, kind, start, end)
+        elif op in kinds:
+            yield Event(device, op, kinds[op], start, end)
+
+
+def _symbol(instruction: str) -> str:
+    """The name that XLA gives the kernel of an instruction."""
+    return re.sub(r"[^A-Za-z0-9_]", "_", instruction)
 
 
 def _owners(program: Program) -> dict[str, str]:
@@ -129,15 +164,11 @@ def _planes(path: Path) -> list[tuple[str, str, str, int, int]]:
 
 
 def _class_of_name(name: str) -> str:
-    """What a kernel without an instruction does, such as one within a CUDA graph."""
+    """What a kernel does of which no more is known: one of a library, or a user's own."""
     name = name.lower()
     if "nccl" in name:
         return "communication"
-    return (
-        "compute"
-        if any(word in name for word in ("gemm", "dot", "conv", "wgmma", "nvjet"))
-        else "memory"
-    )
+    return "compute" if any(word in name for word in _COMPUTE) else "memory"
 
 
 def _split(events: Iterable[Event], start: int, end: int) -> Run:

@@ -1,5 +1,6 @@
 """What a compiled program runs, by source line."""
 
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -10,7 +11,7 @@ import jax
 from jax.stages import Compiled, Lowered
 
 from xform._explain._bound import Device, bound, known_device
-from xform._explain._measure import Run, measure
+from xform._explain._measure import NothingSeen, Run, measure
 from xform._hlo import (
     Collective,
     Kernel,
@@ -327,7 +328,8 @@ def explain(
 
     Raises:
       ValueError: A run is asked for that can't be made.
-      RuntimeError: The compiler of the target is not installed.
+      RuntimeError: The compiler of the target is not installed; or a run is asked for, and the
+        profiler can't see it: that is a warning where the run is not asked for.
 
     >>> import jax, jax.numpy as jnp
     >>> report = explain(lambda x: jnp.tanh(x @ x))(jax.ShapeDtypeStruct((64, 64), jnp.float32))
@@ -355,7 +357,12 @@ def explain(
             call = _caller(jitted, _one_by_one(lowered, compiled, program), args, kwargs)
             prepare = lambda: _fresh(lowered, args, kwargs)
             class_of = lambda kernel: bound(kernel, device)[0]
-            measured = measure(call, prepare, program, class_of, runs)
+            try:
+                measured = measure(call, prepare, program, class_of, runs)
+            except NothingSeen as problem:
+                if run:
+                    raise
+                warnings.warn(str(problem), stacklevel=2)
         return Report(program, _memory(compiled), measured, device)
 
     return explained

@@ -14,7 +14,7 @@ from xform._remat._budget import Budget, Outer, scratch
 from xform._remat._cut import Settings
 from xform._remat._jaxprs import flatten
 from xform._remat._kinds import KINDS
-from xform._remat._named import name_regions
+from xform._remat._named import name_regions, names_in
 from xform._remat._primitive import region
 from xform._remat._regions import is_reference
 from xform._remat._report import Report, report_of
@@ -56,7 +56,8 @@ class _Remat:
           again: of "products", "kernels" (all that no table knows; loops), "reductions", "random"
             bits and "collectives".
           offload: names of values (`jax.ad_checkpoint.checkpoint_name`) that are kept in the
-            host's memory until the backward pass needs them.
+            host's memory until the backward pass needs them. The carry of a loop waits on the
+            device under whatever name: name it where the body reads it.
           device: what the program will be compiled for, as in `memory`; by default what JAX runs
             on. A GPU's products may need two megabytes beside what is said here, for partial sums,
             which are counted there.
@@ -162,7 +163,7 @@ class _Plan:
                 "`remat` plans values that may be read a second time, which those of mutable "
                 f"arrays can't be: {', '.join(refs)}. Call `remat` on parts without them."
             )
-        names = {eqn.params["name"] for eqn in eqns if eqn.primitive.name == "name"}
+        names = names_in(jaxpr) if self.settings.offload else set()
         if missing := sorted(self.settings.offload - names):
             raise ValueError(
                 f"`offload` names {', '.join(map(repr, missing))}; the program has "

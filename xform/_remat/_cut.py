@@ -16,13 +16,14 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from xform._compat import JaxprEqn, Var
 from xform._remat._flow import SINK, SOURCE, Network
 from xform._remat._joint import Joint
 from xform._remat._kinds import kind_of, kinds_inside, nbytes, size_of
+from xform.jaxpr._walk import given_name
 
 _NEVER = 1 << 120
 # One byte outweighs all that decides ties.
@@ -41,6 +42,7 @@ class Settings:
       outputs_stay: whether the results are, too.
       loops: whether a loop is such work.
       offload: names (of `checkpoint_name`) of values that are saved in the host's memory.
+      hands_on: whether another region saves the results: it finds there those of such names.
     """
 
     again: frozenset[str]
@@ -48,6 +50,7 @@ class Settings:
     outputs_stay: bool = True
     loops: bool = True
     offload: frozenset[str] = frozenset()
+    hands_on: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,7 +62,7 @@ class Cut:
       again: the equations that run a second time, in program order.
       bytes: of what is saved and not there anyway.
       flops: of the work that runs a second time.
-      hosted: of what is saved, what the host keeps.
+      hosted: of what is saved, what the host keeps, and what holds it under its name.
       stays: of what is saved, what is there anyway.
       below: the price below which it is chosen.
     """
@@ -68,7 +71,7 @@ class Cut:
     again: tuple[JaxprEqn, ...]
     bytes: int
     flops: int
-    hosted: frozenset[Var] = frozenset()
+    hosted: Mapping[Var, Var | None] = field(default_factory=dict)
     stays: frozenset[Var] = frozenset()
     below: float = math.inf
 
@@ -88,7 +91,7 @@ class Graph:
 
     def _kind(self, eqn: JaxprEqn) -> str | None:
         """The kind of work of an equation, or "never" where no price will do."""
-        if not self.hosted.isdisjoint(eqn.outvars):
+        if any(v in self.hosted for v in eqn.outvars):
             return "never"
         if eqn.primitive.name in ("scan", "while", "cond") and not self.settings.loops:
             return "never"
@@ -97,11 +100,22 @@ class Graph:
         forbidden = sorted(inside - self.settings.again)
         return forbidden[0] if forbidden else kind_of(eqn)
 
-    def _to_host(self) -> frozenset[Var]:
-        """The values that go to the host: what is named, as it was before it got its name."""
-        named = (eqn for eqn in self.joint.eqns if eqn.primitive.name == "name")
-        chosen = (eqn.invars[0] for eqn in named if eqn.params["name"] in self.settings.offload)
-        return frozenset(v for v in chosen if v in self.maker)
+    def _to_host(self) -> dict[Var, Var]:
+        """The values that go to the host, and those that hold them under their names.
+
+        That is what is named, as it was before it got its name; but for inputs, which others save.
+        """
+        pairs = zip(self.joint.inputs, self.settings.free, strict=True)
+        not_there = [v for v, free in pairs if not free]
+        hosted = {}
+        for eqn in self.joint.eqns:
+            if given_name(eqn) in self.settings.offload:
+                (before,), (named,) = eqn.invars, eqn.outvars
+                if isinstance(before, Var) and before in self.maker:
+                    hosted[before] = named
+                elif before in not_there:
+                    hosted[named] = named
+        return hosted
 
     def _to_save(self) -> dict[Var, tuple[int, int]]:
         """Of each value the bytes that saving it takes, and what decides ties."""
@@ -149,6 +163,12 @@ class Graph:
         again = {i for i in range(len(self.joint.eqns)) if first + i in there}
         return self._found(again)
 
+    def _handed_on(self) -> list[Var]:
+        """What the host keeps of the results."""
+        if not self.settings.hands_on:
+            return []
+        return [v for v, named in self.hosted.items() if named in self.joint.outputs]
+
     def _saving(self, v: Var) -> int:
         amount, ties = self.save[v]
         return amount * _BYTE + ties
@@ -169,7 +189,7 @@ class Graph:
         index = {v: i for i, eqn in enumerate(eqns) for v in eqn.outvars}
         saved: dict[Var, None] = {}
         runs: set[int] = set()
-        todo = list(self.joint.needed)
+        todo = [*self.joint.needed, *self._handed_on()]
         seen = set(todo)
         while todo:
             v = todo.pop()
@@ -186,7 +206,7 @@ class Graph:
             tuple(eqns[i] for i in sorted(runs)),
             sum(self.save[v][0] for v in saved),
             sum(self.work[i] for i in runs if self.kind[i] is not None),
-            frozenset(v for v in saved if v in self.hosted),
+            {v: self.hosted[v] for v in saved if v in self.hosted},
             frozenset(v for v in saved if not self.save[v][0] and v not in self.hosted),
         )
 

@@ -8,7 +8,7 @@ later. It may also run it too early, so further work is tied to the cotangent th
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import jax
@@ -19,7 +19,7 @@ from xform._compat import Jaxpr, JaxprEqn, Var
 from xform._remat._cut import Cut, Settings
 from xform._remat._jaxprs import Atom, build, equations, live, substitute
 from xform._remat._joint import Joint
-from xform._remat._kinds import kind_of
+from xform._remat._kinds import is_on_host, kind_of
 
 _SPACE = jax.memory.Space
 
@@ -42,12 +42,25 @@ class Halves:
     cut: Cut
     barrier: bool = True
     settings: Settings | None = None
-    _backward: dict[tuple[bool, ...], tuple[Jaxpr, tuple[bool, ...]]] = field(default_factory=dict)
+    _backward: dict[tuple[bool, ...], tuple[Jaxpr, tuple[bool, ...]]] = field(
+        default_factory=dict, init=False
+    )
+    _hosting: dict[frozenset[Var], Halves] = field(default_factory=dict, init=False)
 
     @cached_property
     def saved(self) -> list[Var]:
         """What the second program gets of the first: all but constants."""
         return [v for v in self.cut.saved if v not in self.joint.consts]
+
+    def hosting(self, inputs: Iterable[Var]) -> Halves:
+        """The same, where the host keeps these of the inputs: another region brought them there."""
+        kept = frozenset(inputs).intersection(self.saved)
+        if not kept:
+            return self
+        if kept not in self._hosting:
+            hosted = {**self.cut.hosted, **dict.fromkeys(kept)}
+            self._hosting[kept] = replace(self, cut=replace(self.cut, hosted=hosted))
+        return self._hosting[kept]
 
     def held(self, v: Var):
         """The type of a saved value while it waits."""
@@ -126,6 +139,8 @@ class Halves:
             again.run(eqn)
         outs = [again.read(v) for v in program.outvars]
         again.prepare(v for v in outs if isinstance(v, Var))
+        if self.cut.hosted and self.settings is not None and self.settings.hands_on:
+            outs = _together(again.eqns, outs)
         eqns = live(again.eqns, outs)
         return self._closed(outer, outs, eqns, constants)
 
@@ -219,8 +234,21 @@ def _barrier(new: Sequence[Var], old: Sequence[Var]) -> list[JaxprEqn]:
     return equations(lambda *xs: lax.optimization_barrier(list(xs)), old, new)
 
 
+def _together(eqns: list[JaxprEqn], outs: Sequence[Atom]) -> list[Atom]:
+    """Results of which none is there before all are.
+
+    XLA puts off what is not urgent, to have work while a value comes from the host, and with the
+    gradients of all parameters it keeps all that they are made of.
+    """
+    made = list(dict.fromkeys(v for v in outs if isinstance(v, Var)))
+    done = {v: Var(v.aval) for v in made}
+    eqns += _barrier(list(done.values()), made)
+    return [done.get(v, v) if isinstance(v, Var) else v for v in outs]
+
+
 def _is_narrow(aval) -> bool:
-    return jnp.issubdtype(aval.dtype, jnp.floating) and aval.dtype.itemsize == 2
+    narrow = jnp.issubdtype(aval.dtype, jnp.floating) and aval.dtype.itemsize == 2
+    return narrow and not is_on_host(aval)  # that was rounded on its way
 
 
 def _moved(old: Var, new: Var, to) -> list[JaxprEqn]:

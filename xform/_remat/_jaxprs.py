@@ -22,8 +22,9 @@ from xform._compat import (
 from xform.jaxpr._interpret import called
 from xform.jaxpr._walk import UNKNOWN, source_line
 
-# What only calls its body, and is taken apart. A `custom_jvp` or `custom_vjp` does more.
-_CALLS = frozenset(("jit", "remat2", "core_call", "closed_call", "eval_jaxpr"))
+# What only calls its body, and is taken apart. A `custom_jvp` or `custom_vjp` does more, in its
+# hijax form too, of which `called` finds no body; it finds that of a remat.
+_CALLS = frozenset(("jit", "remat2", "core_call", "closed_call", "eval_jaxpr", "call_hi_primitive"))
 
 _call_p = Primitive("closed_call")
 _call_p.multiple_results = True

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import math
 
+import jax
+
 from xform._amount import at
 from xform._buffers import ALIASES, CHEAP, EXPENSIVE, REDUCTIONS
 from xform._compat import JaxprEqn, Literal
 from xform._cost import cost_of
 from xform._remat._jaxprs import build, has_effects
 from xform.jaxpr._interpret import called
-from xform.jaxpr._walk import sub_jaxprs
+from xform.jaxpr._walk import given_name, sub_jaxprs
 
 KINDS = ("products", "kernels", "reductions", "random", "collectives")
 
@@ -54,7 +56,9 @@ def kind_of(eqn: JaxprEqn) -> str | None:
     if name in _WITH_RULES:  # a `custom_jvp` that is not differentiated
         kinds = [kind_of(inner) for inner in called(eqn).eqns]  # pyright: ignore[reportOptionalMemberAccess]
         return next((kind for kind in kinds if kind is not None), None)
-    return None if name in _FREE else _KIND.get(name, "kernels")
+    if name in _FREE or given_name(eqn) is not None:
+        return None
+    return _KIND.get(name, "kernels")
 
 
 def kinds_inside(eqn: JaxprEqn) -> set[str]:
@@ -71,6 +75,11 @@ def size_of(atom) -> int:
     return math.prod(getattr(atom.aval, "shape", ()))
 
 
+def is_on_host(aval) -> bool:
+    """Whether it is the type of a value in the host's memory."""
+    return getattr(aval, "memory_space", None) is jax.memory.Space.Host
+
+
 def nbytes(atom) -> int:
     """The bytes of a value; 0 of a literal and of what is no array."""
     dtype = getattr(atom.aval, "dtype", None)
@@ -80,6 +89,8 @@ def nbytes(atom) -> int:
 def flops(eqn: JaxprEqn) -> int:
     """How much an equation computes, and moves: operations and elements."""
     name, size = eqn.primitive.name, sum(map(size_of, eqn.outvars))
+    if given_name(eqn) is not None:
+        return 0
     if name in _FREE:
         return 0 if name in ALIASES else size * (_ELEMENTARY if name in EXPENSIVE else 1)
     if name == "flex_attention":  # two products, the mask left out of account: it costs to look

@@ -1,16 +1,47 @@
-"""Budgets by name: what stands in a `jax.named_scope` is a region with a budget of its own."""
+"""What users name: values, and scopes, which are regions with a budget of their own."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 
-from xform._compat import Jaxpr, JaxprEqn, inside_shard_map
+import jax.numpy as jnp
+
+from xform._compat import Jaxpr, JaxprEqn, Var, inside_shard_map
 from xform._remat._jaxprs import build, flatten
+from xform._remat._joint import linearize
 from xform._remat._primitive import Plan
 from xform._remat._regions import as_region, pieces
 from xform.jaxpr import sub_jaxprs, walk
+from xform.jaxpr._interpret import called
+from xform.jaxpr._walk import Site, given_name
+
+
+def names_in(jaxpr: Jaxpr) -> set[str]:
+    """The names of values (`checkpoint_name`), those in forward rules of a `custom_vjp` too."""
+    found = set()
+    for site in walk(jaxpr):
+        inside = walk(_rule(site)) if _has_rule(site.eqn) else ()
+        found.update(given_name(eqn) for eqn in (site.eqn, *(s.eqn for s in inside)))
+    return found - {None}
+
+
+def _has_rule(eqn: JaxprEqn) -> bool:
+    hijax = eqn.primitive.name == "call_hi_primitive" and called(eqn) is None
+    return hijax or eqn.primitive.name == "custom_vjp_call"
+
+
+def _rule(site: Site) -> Jaxpr:
+    """What runs in place of an equation that is differentiated."""
+    operands = list(dict.fromkeys(v for v in site.eqn.invars if isinstance(v, Var)))
+    active = [jnp.issubdtype(getattr(v.aval, "dtype", bool), jnp.inexact) for v in operands]
+    with ExitStack() as within:
+        for parent, _ in site.parents:
+            if parent.primitive.name == "shard_map":
+                within.enter_context(inside_shard_map(parent))
+        joint = linearize(build(operands, site.eqn.outvars, [site.eqn]), active)
+    return build(joint.inputs, joint.outputs, joint.eqns)
 
 
 def scopes_of(eqn: JaxprEqn) -> list[str]:

@@ -109,24 +109,27 @@ class Divide:
         for i, layer in enumerate(found):
             choice = self.choice
             price = choice.early_price if i < choice.early else choice.price
-            eqns.append(layer.region(self._layer_plan(layer, price, common)))
-        for _ in range(self.choice.levels - 1):
-            eqns = self._together(eqns, jaxpr.outvars, common)
+            eqns.append(layer.region(self._layer_plan(layer, price, common, self.choice.levels)))
+        for level in range(self.choice.levels - 1, 0, -1):
+            eqns = self._together(eqns, jaxpr.outvars, common, level)
         eqns = before_readers(picked, eqns)
         return build(jaxpr.invars, jaxpr.outvars, eqns)
 
     def _together(
-        self, eqns: Sequence[JaxprEqn], outputs: Sequence[Atom], common: set[Var]
+        self, eqns: Sequence[JaxprEqn], outputs: Sequence[Atom], common: set[Var], level: int
     ) -> list[JaxprEqn]:
         """Some regions at a time as one, which saves nothing but what it reads."""
         size = max(2, round(len(eqns) ** (1 / self.choice.levels)))
         parts = [slice(start, start + size) for start in range(0, len(eqns), size)]
         found = alike(pieces(build([], outputs, eqns), parts))
-        return [layer.region(self._layer_plan(layer, 0.0, common)) for layer in found]
+        return [layer.region(self._layer_plan(layer, 0.0, common, level)) for layer in found]
 
-    def _layer_plan(self, layer: Layer, price: float, common: set[Var]) -> Inner:
+    def _layer_plan(self, layer: Layer, price: float, common: set[Var], level: int) -> Inner:
+        """The plan of a layer; the regions around all others, of level 1, use the host's memory."""
         free = [isinstance(v, Literal) or v in common for v in layer.inputs]
-        return Inner(price, replace(self.settings(free), outputs_stay=True))
+        offload = self.base.offload if level == 1 else frozenset()
+        settings = self.settings(free)
+        return Inner(price, replace(settings, outputs_stay=True, hands_on=True, offload=offload))
 
     # ---- loops, branches, meshes -----------------------------------------------------------------
 

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import jax.numpy as jnp
 
 from xform._amount import number
 from xform._buffers import Plan as Buffers
-from xform._compat import Jaxpr, Var
+from xform._compat import Jaxpr, JaxprEqn, Var
 from xform._memory import Memory
 from xform._program import merge, program, prune
 from xform._remat._budget import Candidate, Outer
 from xform._remat._halves import Halves
-from xform._remat._kinds import kind_of, nbytes
+from xform._remat._kinds import is_on_host, kind_of, nbytes
 from xform.jaxpr import source_line, walk
+from xform.jaxpr._walk import UNKNOWN
 
 _BODIES = ("scan", "cond", "shard_map")
 _TOP = "the program"
@@ -148,17 +149,28 @@ def _tell(halves: Halves, times: int, within: str, saved: dict, again: dict) -> 
     """Adds what one region saves, if no other tells of it, and what it runs again."""
     maker = halves.joint.maker()
     for v in halves.saved if within else ():
-        eqn = maker.get(v)
+        eqn = _maker(v, maker)
         if v in halves.cut.stays or (eqn is not None and eqn.primitive.name in _BODIES):
             continue  # in the memory of what is outside, or told of the region inside
         if eqn is None and within != _TOP:
             _add(saved, v, "carry", within, times, None)
         elif eqn is not None:
             at = (eqn.primitive.name, source_line(eqn), times, kind_of(eqn))
-            _add(saved, v, *at, on_host=v in halves.cut.hosted)
+            _add(saved, v, *at, on_host=v in halves.cut.hosted or is_on_host(v.aval))
     for eqn in halves.cut.again:
         for v in eqn.outvars:
             _add(again, v, eqn.primitive.name, source_line(eqn), times, kind_of(eqn))
+
+
+def _maker(v: Var, maker: Mapping[Var, JaxprEqn]) -> JaxprEqn | None:
+    """The user's equation that makes a value; those that round it or move it have no line."""
+    eqn = maker.get(v)
+    while eqn is not None and eqn.primitive.name in ("device_put", "reduce_precision"):
+        (before,) = eqn.invars
+        if source_line(eqn) != UNKNOWN or not isinstance(before, Var) or before not in maker:
+            break
+        eqn = maker[before]
+    return eqn
 
 
 def _add(
@@ -171,10 +183,11 @@ def _add(
     *,
     on_host: bool = False,
 ) -> None:
-    type_ = v.aval.str_short(short_dtypes=True)
-    if (known := found.get((what, line, type_))) is not None:
+    type_ = v.aval.str_short(short_dtypes=True).replace("<host>", "")
+    key = what, line, type_, on_host
+    if (known := found.get(key)) is not None:
         times += known.times
-    found[what, line, type_] = Value(nbytes(v) * times, type_, what, line, times, kind, on_host)
+    found[key] = Value(nbytes(v) * times, type_, what, line, times, kind, on_host)
 
 
 def _curve(candidate: Candidate) -> tuple[tuple[int, str], ...]:

@@ -18,7 +18,7 @@ from xform._remat._joint import Joint, transpose
 from xform._remat._primitive import halves_of, linear_p, region_p
 
 # What picks a part out of an array, or sees it in another shape.
-_PICKS = ("slice", "squeeze", "reshape", "expand_dims")
+_PICKS = ("slice", "squeeze", "reshape", "expand_dims", "unstack")
 
 
 def is_row(jaxpr: Jaxpr) -> bool:
@@ -62,6 +62,7 @@ def linearize_row(jaxpr: Jaxpr, active: tuple[bool, ...]) -> Joint:
     tangents = list(moves.values())
     first: list[JaxprEqn] = []
     linear: list[JaxprEqn] = []
+    hosts: dict[Atom, Atom] = {}
     for eqn in jaxpr.eqns:
         moving = tuple(isinstance(v, Var) and v in moves for v in eqn.invars)
         if not any(moving):
@@ -75,9 +76,12 @@ def linearize_row(jaxpr: Jaxpr, active: tuple[bool, ...]) -> Joint:
             continue
         halves = halves_of(eqn.params["call_jaxpr"], moving, eqn.params["plan"])
         given = dict(zip(halves.joint.inputs, eqn.invars, strict=True))
+        halves = halves.hosting(v for v, w in given.items() if isinstance(w, Var) and w in hosts)
+        given = {v: hosts.get(w, w) if isinstance(w, Var) else w for v, w in given.items()}
         saved = [given[v] if v in given else Var(halves.held(v)) for v in halves.saved]
         made = [w for v, w in zip(halves.saved, saved, strict=True) if v not in given]
         first.append(call(halves.forward, eqn.invars, [*eqn.outvars, *made]))
+        hosts |= _handed_on(halves, eqn.outvars, saved)
         varying = [v for v, on in zip(eqn.outvars, halves.joint.varying, strict=True) if on]
         if varying:
             before = [moves[v] for v, on in zip(eqn.invars, moving, strict=True) if on]
@@ -98,6 +102,14 @@ def linearize_row(jaxpr: Jaxpr, active: tuple[bool, ...]) -> Joint:
         whole.outvars[:n], needed, build([*needed, *tangents], outs, linear), active, varying,
         _transpose,
     )  # fmt: skip
+
+
+def _handed_on(halves: Halves, outputs: Sequence[Var], saved: Sequence[Atom]) -> dict[Atom, Atom]:
+    """The results of a region that the host keeps, and what it keeps."""
+    held = dict(zip(halves.saved, saved, strict=True))
+    name = {named: v for v, named in halves.cut.hosted.items()}
+    results = zip(halves.joint.outputs, outputs, strict=True)
+    return {w: held[name[v]] for v, w in results if isinstance(v, Var) and v in name}
 
 
 def _linear(eqn: JaxprEqn, halves: Halves, reads: list, makes: list) -> JaxprEqn:

@@ -16,7 +16,7 @@ from xform._cost import cost
 from xform._stages._vary import axes_of, cast
 from xform.jaxpr._rewrite import bind, inline
 from xform.jaxpr._trace import trace
-from xform.jaxpr._walk import source_line
+from xform.jaxpr._walk import given_name, source_line
 
 # What tells JAX that a value differs over devices: nothing to compute.
 _CASTS = ("pvary", "pcast")
@@ -231,8 +231,7 @@ class Program:
 
     def marks(self, name: str) -> list[int]:
         """The cuts at marks."""
-        is_mark = lambda eqn: eqn.primitive.name == "name" and eqn.params["name"] == name
-        found = [i + 1 for i, unit in enumerate(self.units) if is_mark(unit.eqn)]
+        found = [i + 1 for i, unit in enumerate(self.units) if given_name(unit.eqn) == name]
         if not found:
             raise ValueError(
                 f"`stages(f, at={name!r})` found no `checkpoint_name(x, {name!r})` at the top of "

@@ -91,6 +91,18 @@ def own_params(eqn: JaxprEqn) -> Mapping[str, Any]:
     return eqn.params["_prim"].params if "_prim" in eqn.params else eqn.params
 
 
+def given_name(eqn: JaxprEqn) -> str | None:
+    """The name that an equation gives its operand, if it is a `jax.ad_checkpoint.checkpoint_name`.
+
+    There are three forms: JAX's primitive, and what `jax_remat3` puts in its place in programs and
+    in the forward rules of a `custom_vjp`.
+    """
+    hijax = type(eqn.params.get("_prim")).__name__
+    if eqn.primitive.name == "name" or hijax in ("CheckpointName", "CheckpointNameFwd"):
+        return own_params(eqn)["name"]
+    return None
+
+
 def _labelled(value: Any, label: str) -> Iterator[tuple[str, Jaxpr]]:
     match value:
         case Jaxpr():
