@@ -105,7 +105,9 @@ def measure(
 
 
 def _events(
-    planes: Iterable[tuple], kinds: Mapping[str, str], owners: Mapping[str, str]
+    planes: Iterable[tuple[str, str, str, int, int]],
+    kinds: Mapping[str, str],
+    owners: Mapping[str, str],
 ) -> Iterable[Event]:
     """The kernels of a profile, each under its instruction's name, if it is of the program.
 
@@ -114,8 +116,7 @@ def _events(
     """
     symbols = {_symbol(name): name for name in kinds}
     for device, name, op, start, end in planes:
-        named = symbols.get(name, name)
-        kernel = op if op in kinds else owners.get(op, named)
+        kernel = op if op in kinds else owners.get(op, symbols.get(name, name))
         if device.startswith("/device:"):
             kind = kinds.get(kernel)
             kind = kind if kind in CLASSES else _class_of_name(name)
