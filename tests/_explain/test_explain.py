@@ -327,16 +327,21 @@ def test_kernels_in_a_cuda_graph_are_known_by_their_symbols():
         (gpu, "fusion_2", "fusion.2", 20, 24),
         (gpu, "nvjet_sm90_tst_128x256", "command_buffer_1", 24, 40),
         (gpu, "flex_attention_forward", "custom-call.3", 40, 50),
+        (gpu, "flex_attention_kernel", "mpmd_map.3", 60, 70),
         (gpu, "MemcpyD2D", "command_buffer_1", 50, 51),
         (gpu, "ncclDevKernel_AllReduce", "command_buffer_1", 51, 53),
         ("0", "while", "while.1", 0, 60),
     ]
     kinds = {"gemm_fusion_dot.6": "compute", "fusion.2": "memory", "custom-call.3": ""}
-    found = {(e.kernel, e.kind) for e in _measure._events(planes, kinds, {})}
+    kinds["dynamic_slice_fusion"] = "compute"
+    found = {
+        (e.kernel, e.kind)
+        for e in _measure._events(planes, kinds, {"mpmd_map.3": "dynamic_slice_fusion"})
+    }
     assert found == {
         *(("gemm_fusion_dot.6", "compute"), ("fusion.2", "memory"), ("custom-call.3", "compute")),
         *(("nvjet_sm90_tst_128x256", "compute"), ("MemcpyD2D", "memory")),
-        ("ncclDevKernel_AllReduce", "communication"),
+        *(("ncclDevKernel_AllReduce", "communication"), ("dynamic_slice_fusion", "compute")),
     }
 
 

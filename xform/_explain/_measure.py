@@ -105,7 +105,9 @@ def measure(
 
 
 def _events(
-    planes: Iterable[tuple], kinds: Mapping[str, str], owners: Mapping[str, str]
+    planes: Iterable[tuple[str, str, str, int, int]],
+    kinds: Mapping[str, str],
+    owners: Mapping[str, str],
 ) -> Iterable[Event]:
     """The kernels of a profile, each under its instruction's name, if it is of the program.
 
@@ -114,9 +116,8 @@ def _events(
     symbols = {_symbol(name): name for name in kinds}
     for device, name, op, start, end in planes:
         if device.startswith("/device:"):
-            kernel = owners.get(op, op)
-            kernel = kernel if kernel in kinds else symbols.get(name, name)
-            kind = kinds.get(kernel)
+            kernel = op if op in kinds else owners.get(op, symbols.get(name, name))
+            kind = kinds.get(kernel, "")
             kind = kind if kind in CLASSES else _class_of_name(name)
             yield Event(device, kernel, kind, start, end)
         elif op in kinds:
