@@ -57,7 +57,13 @@ SHAPES = [
 ]
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def _name(x):
+    """The same in every process: of a function without its address."""
+    parts = x if isinstance(x, tuple) else (x,)
+    return " ".join(getattr(part, "__name__", str(part)) for part in parts)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=_name)
 def test_a_hundred_runs_give_the_same_bits(shape):
     *sizes, score, mask = shape
     run = jax.jit(partial(_gradients, score=SCORES[score], mask_mod=mask))
@@ -80,7 +86,7 @@ def test_a_hundred_runs_give_the_same_bits(shape):
         ((6, 200, 328, 4, 2, 128), "pairs", causal()),
         ((3, 130, 130, 2, 1, 32), "pairs", None),
     ],
-    ids=str,
+    ids=_name,
 )
 def test_gradients_of_masks_by_integers_and_of_biases_of_pairs(sizes, score, mask, deterministic):
     heads, ct, bias = _inputs(*sizes)
