@@ -178,7 +178,7 @@ def test_blocks_with_several_rows_give_the_same_bits(mods, interpreted, monkeypa
         monkeypatch.setattr(_attend, "tiles_of", lambda *_, **__: tiles),
         flex_attention(q, k, v, **MODS[mods]),
     ][1]
-    monkeypatch.setattr(_call, "_MULTIPROCESSORS", 2)
+    monkeypatch.setattr(_call, "MULTIPROCESSORS", 2)
     tiles = Tiles(kv=64, in_turns=True)
     found = attend(dataclasses.replace(tiles, persistent=True))
     assert jnp.array_equal(found, attend(tiles))
