@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from xform._compat import Jaxpr
-from xform._remat._budget import Budget, Outer, scratch
+from xform._remat._budget import Budget, Outer, target
 from xform._remat._cut import Settings
 from xform._remat._jaxprs import flatten
 from xform._remat._kinds import KINDS
@@ -146,7 +146,7 @@ class _Plan:
                 f"{', '.join(map(repr, unknown))}."
             )
         if device is not None:
-            scratch(device)  # or else it raises
+            target(device)  # or else it raises
         self.settings = Settings(again, (), offload=offload)
         named = budget if isinstance(budget, Mapping) else {}
         self.whole = Outer("all" if named else _checked(budget), self.settings, device=device)

@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -90,7 +91,7 @@ class Outer:
     device: str | None = None
 
     def plans(self, jaxpr: Jaxpr, active: tuple[bool, ...]) -> Search:
-        return search(jaxpr, active, self.settings, scratch(self.device))
+        return search(jaxpr, active, self.settings, target(self.device))
 
     @_uncollected()
     def halves(self, jaxpr: Jaxpr, active: tuple[bool, ...]) -> Halves:
@@ -104,6 +105,18 @@ class Outer:
         return self
 
 
+class Target(NamedTuple):
+    """What plans are for.
+
+    Attributes:
+      scratch: the bytes that products take besides operands and results.
+      orders: of which compilers' orders the one counts that needs most.
+    """
+
+    scratch: int
+    orders: tuple[str, ...] = ("accelerator",)
+
+
 @dataclass(frozen=True, eq=False)
 class Candidate:
     """One plan for a whole program.
@@ -112,13 +125,13 @@ class Candidate:
       choice: what was tried.
       divided: the program with its regions; equal ones of other plans are known by these.
       halves: the two programs.
-      scratch: bytes that its products take besides.
+      target: what it is for.
     """
 
     choice: Choice
     divided: Jaxpr
     halves: Halves
-    scratch: int = 0
+    target: Target
 
     def program(self) -> Jaxpr:
         """Results and gradients in one, as it runs; made anew, since it is large."""
@@ -155,12 +168,13 @@ class Candidate:
 
     @cached_property
     def peak(self) -> int:
-        """Bytes beyond arguments and results, in the order that needs more."""
+        """Bytes beyond arguments and results, in the order that needs most."""
+        whole = self.program()
         # A CPU starts sums as soon as it can, and a GPU clears those of all layers in one kernel.
-        both = temporaries_of(self.program(), device="accelerator", at_once=True)
-        most = max(*both, self.at_least)
+        needs = [temporaries_of(whole, device=o, at_once=True) for o in self.target.orders]
+        most = max(self.at_least, *itertools.chain.from_iterable(needs))
         unknown = int(_UNKNOWN * max(0, most - self.saved_bytes))
-        return most + unknown + self.scratch
+        return most + unknown + self.target.scratch
 
     @cached_property
     def at_least(self) -> int:
@@ -191,7 +205,7 @@ class Search:
     jaxpr: Jaxpr
     active: tuple[bool, ...]
     settings: Settings
-    scratch: int = 0
+    target: Target
     _tried: dict[Choice, Candidate] = field(default_factory=dict)
 
     def candidate(self, choice: Choice) -> Candidate:
@@ -203,8 +217,8 @@ class Search:
             )  # fmt: skip
             plan = Inner(choice.price, settings)
             halves = plan.halves(divided, self.active)
-            scratch = self.scratch * self._multiplies
-            self._tried[choice] = Candidate(choice, divided, halves, scratch)
+            target = self.target._replace(scratch=self.target.scratch * self._multiplies)
+            self._tried[choice] = Candidate(choice, divided, halves, target)
         return self._tried[choice]
 
     @cached_property
@@ -375,16 +389,18 @@ class Search:
 
 
 @weakref_lru_cache
-def search(jaxpr: Jaxpr, active: tuple[bool, ...], settings: Settings, scratch: int) -> Search:
+def search(jaxpr: Jaxpr, active: tuple[bool, ...], settings: Settings, target: Target) -> Search:
     """The plans of a program, found once."""
-    return Search(jaxpr, active, settings, scratch)
+    return Search(jaxpr, active, settings, target)
 
 
-def scratch(device: str | None) -> int:
-    """The bytes that products take besides operands and results where a program is compiled for.
+def target(device: str | None) -> Target:
+    """What plans are for where a program is compiled for a device, by default JAX's own.
 
     Raises:
       ValueError: there is no such device.
     """
     name = device or jax.default_backend()
-    return 0 if orders_breadth_first(name) or name.lower() == "tpu" else _SCRATCH
+    if orders_breadth_first(name):
+        return Target(0, ("accelerator", "cpu"))
+    return Target(0 if name.lower() == "tpu" else _SCRATCH)
