@@ -354,7 +354,7 @@ def test_jacobian_of_a_loop_that_runs_forward_only():
         (dict(again=("gemm",)), r"`again` may name 'products', .*; found 'gemm'"),
         (dict(budget={"head": "none"}), r"`budget` names 'head'; the program has the scopes none"),
         (dict(budget=float("nan")), r"`budget=nan`: it may be"),
-        (dict(offload=("h",)), r"`offload` names 'h'; the program has no names: mark"),
+        (dict(offload=("h",)), r"`offload` names 'h'; the program has no names: mark what"),
         (
             dict(offload="hidden"),
             r"`offload='hidden'`: it is a collection, `offload=\('hidden',\)`",

@@ -58,7 +58,8 @@ class _Remat:
           offload: names of values (`jax.ad_checkpoint.checkpoint_name`) that are kept in the
             host's memory until the backward pass needs them. The carry of a loop waits on the
             device under whatever name: name it where the body reads it. A CPU's memory is the
-            host's, and there nothing is won; its budgets are without what is offloaded.
+            host's, and there nothing is won; its budgets are without what is offloaded. Nor does
+            JAX differentiate the backward pass backwards again then (forwards, it does).
           device: what the program will be compiled for, as in `memory`; by default what JAX runs
             on. A GPU's products may need two megabytes beside what is said here, for partial sums,
             which are counted there.
@@ -137,7 +138,7 @@ class _Plan:
         self, budget: Any, again: Collection[str], offload: Collection[str], device: str | None
     ):
         for word, names in dict(again=again, offload=offload).items():
-            if isinstance(names, str):
+            if isinstance(names, str) or not isinstance(names, Collection):
                 raise ValueError(f"`{word}={names!r}`: it is a collection, `{word}=({names!r},)`.")
         again, offload = frozenset(again), frozenset(offload)
         if unknown := sorted(again - set(KINDS)):
@@ -145,8 +146,9 @@ class _Plan:
                 f"`again` may name {', '.join(map(repr, KINDS))}; found "
                 f"{', '.join(map(repr, unknown))}."
             )
-        if device is not None:
-            target(device)  # or else it raises
+        if device is not None and not isinstance(device, str):
+            raise ValueError(f"`device={device!r}`: it is a name, such as 'H200' or 'cpu'.")
+        target(device)  # or else it raises
         self.settings = Settings(again, (), offload=offload)
         named = budget if isinstance(budget, Mapping) else {}
         self.whole = Outer("all" if named else _checked(budget), self.settings, device=device)
@@ -169,7 +171,7 @@ class _Plan:
             raise ValueError(
                 f"`offload` names {', '.join(map(repr, missing))}; the program has "
                 f"{', '.join(map(repr, sorted(names))) or 'no names'}: mark what is meant with "
-                "`jax.ad_checkpoint.checkpoint_name`."
+                "`jax.ad_checkpoint.checkpoint_name`; a value that no result needs has no name."
             )
         return intern(name_regions(jaxpr, self.named) if self.named else jaxpr)
 
