@@ -178,7 +178,7 @@ def test_blocks_with_several_rows_give_the_same_bits(mods, interpreted, monkeypa
         monkeypatch.setattr(_attend, "tiles_of", lambda *_, **__: tiles),
         flex_attention(q, k, v, **MODS[mods]),
     ][1]
-    monkeypatch.setattr(_call, "_MULTIPROCESSORS", 2)
+    monkeypatch.setattr(_call, "MULTIPROCESSORS", 2)
     tiles = Tiles(kv=64, in_turns=True)
     found = attend(dataclasses.replace(tiles, persistent=True))
     assert jnp.array_equal(found, attend(tiles))
@@ -186,7 +186,7 @@ def test_blocks_with_several_rows_give_the_same_bits(mods, interpreted, monkeypa
 
 @pytest.mark.parametrize(("sizes", "blocks"), [((2, 3, 5), 7), ((1, 1, 5), 5), ((3, 4, 2), 8)])
 def test_blocks_share_every_place_once(sizes, blocks, monkeypatch):
-    monkeypatch.setattr(_call, "_MULTIPROCESSORS", blocks)
+    monkeypatch.setattr(_call, "MULTIPROCESSORS", blocks)
     share = _call.Share(tuple(zip(("batch", "row", "head"), sizes, strict=True)))
     seen = lambda _: share.fold(
         lambda place, x: x.at[*place].add(1),
