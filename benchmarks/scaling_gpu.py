@@ -459,7 +459,10 @@ def parts(run: Run, given: argparse.Namespace) -> None:
 
 def schedules(run: Run, size: pipeline_gpu.Size) -> None:
     """Prints the table of pipelines over all devices."""
-    bench = pipeline_gpu.Bench(size, make_mesh(pp=usable(), devices=jax.devices()[: usable()]))
+    ranks = usable()
+    # At least one for each of two stages of a rank.
+    size = replace(size, layers=max(size.layers, 2 * ranks))
+    bench = pipeline_gpu.Bench(size, make_mesh(pp=ranks, devices=jax.devices()[:ranks]))
     pipeline_gpu.table(bench, [*pipeline_gpu.BUILDERS], run.time_left)
     for (executor, name, microbatches), (seconds, bound) in bench.found.items():
         how = dict(executor=executor, schedule=name, microbatches=microbatches)
