@@ -76,8 +76,12 @@ def measured(aval: Any) -> tuple[Any, int, int]:
     aval = getattr(aval, "inner_aval", aval)
     size = math.prod(getattr(aval, "shape", ()))
     dtype = getattr(aval, "dtype", None)
-    on_host = getattr(aval, "memory_space", None) is jax.memory.Space.Host
-    return aval, size, 0 if dtype is None or on_host else size * dtype.itemsize
+    return aval, size, 0 if dtype is None or is_on_host(aval) else size * dtype.itemsize
+
+
+def is_on_host(aval: Any) -> bool:
+    """Whether it is the type of a value in the host's memory."""
+    return getattr(aval, "memory_space", None) is jax.memory.Space.Host
 
 
 @dataclass(frozen=True, eq=False)

@@ -41,19 +41,18 @@ def layer(x, w):
     return x + attend(jnp.sin(x @ w))
 
 
-def unrolled(ws, x):
+def unrolled(ws, x, layer=layer):
     for w in ws:
         x = layer(x, w)
     return (x**2).sum()
 
 
-def scanned(ws, x):
+def scanned(ws, x, layer=layer):
     return (jax.lax.scan(lambda x, w: (layer(x, w), None), x, ws)[0] ** 2).sum()
 
 
 def checkpointed(ws, x):
-    again = jax.checkpoint(layer)
-    return (jax.lax.scan(lambda x, w: (again(x, w), None), x, ws)[0] ** 2).sum()
+    return scanned(ws, x, jax.checkpoint(layer))
 
 
 def branched(ws, x):
@@ -91,19 +90,15 @@ def step(x, w):
 
 
 def inputs_unrolled(ws, x):
-    for w in ws:
-        x = step(x, w)
-    return (x**2).sum()
+    return unrolled(ws, x, step)
 
 
 def inputs_scanned(ws, x):
-    return (jax.lax.scan(lambda x, w: (step(x, w), None), x, ws)[0] ** 2).sum()
+    return scanned(ws, x, step)
 
 
 def results_unrolled(ws, x):
-    for w in ws:
-        x = checkpoint_name(jnp.tanh(x @ w), "input")
-    return (x**2).sum()
+    return unrolled(ws, x, lambda x, w: checkpoint_name(jnp.tanh(x @ w), "input"))
 
 
 @pytest.mark.parametrize("budget", ["none", 0.5, "all"])

@@ -48,8 +48,9 @@ class Run:
     Attributes:
         wall: from the call to the arrival of all results.
         compute, memory, communication, idle: its parts, which add up to it.
-        kernels: time in each kernel, by name, over all devices.
-        counts: how often each ran, over all devices.
+        kernels: time in each kernel, by name, over all devices; of a program with command buffers,
+            in a run without them.
+        counts: how often each ran there, over all devices.
         events: all intervals, from the beginning of the run.
     """
 

@@ -148,7 +148,8 @@ class _Plan:
             )
         if device is not None and not isinstance(device, str):
             raise ValueError(f"`device={device!r}`: it is a name, such as 'H200' or 'cpu'.")
-        target(device)  # or else it raises
+        if device is not None:  # what is here is asked when a program is: not by a decorator
+            target(device)  # or else it raises
         self.settings = Settings(again, (), offload=offload)
         named = budget if isinstance(budget, Mapping) else {}
         self.whole = Outer("all" if named else _checked(budget), self.settings, device=device)

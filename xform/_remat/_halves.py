@@ -16,10 +16,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from xform._compat import Jaxpr, JaxprEqn, Var
+from xform._program import is_on_host
 from xform._remat._cut import Cut, Settings
 from xform._remat._jaxprs import Atom, build, equations, live, substitute
 from xform._remat._joint import Joint
-from xform._remat._kinds import is_on_host, kind_of
+from xform._remat._kinds import kind_of
 
 _SPACE = jax.memory.Space
 

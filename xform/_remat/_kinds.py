@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import math
 
-import jax
-
 from xform._amount import at
 from xform._buffers import ALIASES, CHEAP, EXPENSIVE, REDUCTIONS
 from xform._compat import JaxprEqn, Literal
@@ -73,11 +71,6 @@ def kinds_inside(eqn: JaxprEqn) -> set[str]:
 def size_of(atom) -> int:
     """The number of elements of a value."""
     return math.prod(getattr(atom.aval, "shape", ()))
-
-
-def is_on_host(aval) -> bool:
-    """Whether it is the type of a value in the host's memory."""
-    return getattr(aval, "memory_space", None) is jax.memory.Space.Host
 
 
 def nbytes(atom) -> int:

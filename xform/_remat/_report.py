@@ -13,10 +13,10 @@ from xform._amount import number
 from xform._buffers import Plan as Buffers
 from xform._compat import Jaxpr, JaxprEqn, Var
 from xform._memory import Memory
-from xform._program import merge, program, prune
+from xform._program import is_on_host, merge, program, prune
 from xform._remat._budget import Candidate, Outer
 from xform._remat._halves import Halves
-from xform._remat._kinds import is_on_host, kind_of, nbytes
+from xform._remat._kinds import kind_of, nbytes
 from xform.jaxpr import source_line, walk
 from xform.jaxpr._walk import UNKNOWN
 

@@ -407,18 +407,9 @@ def _impl(
     # are made of the same weights; on a CPU, unrounded ones cost a few percent of a backward pass.
     exact = device.platform == "cpu" and not device.counted
     out, top, total, *argmax = blockwise.attend(
-        spec,
-        kinds,
-        hidden,
-        q,
-        k,
-        v,
-        captures,
-        context,
-        origin=origin,
-        peak=peak,
-        weights=dtype if exact else None,
-    )
+        spec, kinds, hidden, q, k, v, captures, context,
+        origin=origin, peak=peak, weights=dtype if exact else None,
+    )  # fmt: skip
     return [out.astype(dtype), top, total, *((top, *argmax) if peak else ())]
 
 
