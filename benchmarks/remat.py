@@ -1,5 +1,6 @@
 """`xform.remat` beside JAX's checkpoint policies, on the example model: memory and time of a step.
 
+    export PYTHONPATH=examples
     python benchmarks/remat.py [--layers 16 --width 256 --batch 8 --length 256]
     python benchmarks/remat.py --width 2048 --batch 1 --length 4096 --precision bf16 \
         --policies dots_with_no_batch_dims
