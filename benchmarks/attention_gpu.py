@@ -274,7 +274,10 @@ def compile_at_once(rows: list[Row], limit: float) -> list[Row]:
     than the limit: there it is left out.
     """
     start = time.perf_counter()
-    small = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    # A pool of PyTorch's compilers for each process would be more of them than there are cores.
+    small = os.environ | {
+        "XLA_PYTHON_CLIENT_PREALLOCATE": "false", "TORCHINDUCTOR_COMPILE_THREADS": "1",
+    }  # fmt: skip
     code = "import sys; sys.path.insert(0, sys.argv[1]); import attention_gpu as run; run.once()"
     command = [sys.executable, "-c", code, str(Path(__file__).parent)]
     quiet = subprocess.DEVNULL

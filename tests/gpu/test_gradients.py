@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from xform import causal, documents, flex_attention
+from xform import causal, documents, flex_attention, which
 
 CLOSE = 5e-3
 SIDE = 32  # of the image of a neighborhood
@@ -66,8 +66,7 @@ def _name(x):
 @pytest.mark.parametrize("shape", SHAPES, ids=_name)
 def test_a_hundred_runs_give_the_same_bits(shape):
     *sizes, score, mask = shape
-    kernel = partial(_gradients, implementation="mosaic_gpu")
-    run = jax.jit(partial(kernel, score=SCORES[score], mask_mod=mask))
+    run = jax.jit(partial(_gradients, score=SCORES[score], mask_mod=mask))
     inputs = _inputs(*sizes)
     first = run(*inputs)
     same = jax.jit(lambda a, b: jax.tree.map(lambda x, y: jnp.array_equal(x, y), a, b))
@@ -91,9 +90,11 @@ def test_a_hundred_runs_give_the_same_bits(shape):
 )
 def test_gradients_of_masks_by_integers_and_of_biases_of_pairs(sizes, score, mask, deterministic):
     heads, ct, bias = _inputs(*sizes)
+    mod = SCORES[score] and partial(SCORES[score], bias)
+    chosen = which(*heads, score_mod=mod, mask_mod=mask, gradient=True)
+    assert chosen.name == "mosaic_gpu", chosen
     run = partial(_gradients, score=SCORES[score], mask_mod=mask)
-    kernel = partial(run, deterministic=deterministic, implementation="mosaic_gpu")
-    found = jax.jit(kernel)(heads, ct, bias)
+    found = jax.jit(partial(run, deterministic=deterministic))(heads, ct, bias)
     wide = [x.astype(jnp.float32) for x in heads]
     with jax.default_matmul_precision("highest"):
         true = jax.jit(partial(run, implementation="reference"))(wide, ct.astype(jnp.float32), bias)

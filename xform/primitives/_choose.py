@@ -96,13 +96,7 @@ def choose_for_sum(
         return Choice("blockwise", "asked for by name")
     from xform.lowering import mosaic_gpu
 
-    reasons = mosaic_gpu.gradient_misfits(fn, operands)
-    if implementation is None and mosaic_gpu.sums_pairs(fn):
-        reasons.append(
-            "the gradient of an array that is read per query and key, which a kernel sums only if "
-            'asked for by name, `implementation="mosaic_gpu"`: two runs of it have differed'
-        )
-    return chosen(implementation, reasons, device)
+    return chosen(implementation, mosaic_gpu.gradient_misfits(fn, operands), device)
 
 
 def chosen(implementation: str | None, reasons: list[str], device: Device | None) -> Choice:

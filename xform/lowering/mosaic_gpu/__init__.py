@@ -14,7 +14,6 @@ rows), `_decode` and `_merge` (the kernels), `_split_keys` (what a call becomes)
 from xform.lowering.mosaic_gpu._attend import attend as attend
 from xform.lowering.mosaic_gpu._attend import misfits as misfits
 from xform.lowering.mosaic_gpu._gradient import gradient_misfits as gradient_misfits
-from xform.lowering.mosaic_gpu._gradient import sums_pairs as sums_pairs
 from xform.lowering.mosaic_gpu._gradient import tile_sum as tile_sum
 from xform.lowering.mosaic_gpu._split_keys import Few as Few
 from xform.lowering.mosaic_gpu._split_keys import decode as decode

@@ -257,7 +257,7 @@ class Pairs:
             partial = self._kind(kinds, b, head, block.row, block.col) != 2 if kinds else None
             own = self._own(operands, held, b, head, place.k0)
             new = self._derivatives(slot, partial, place, (own, offset), warpgroup, smem)
-            plgpu.barrier_arrive(smem["free"].at[slot])
+            call.mma.hand_back(smem["free"].at[slot])
             return tuple(x + y for x, y in zip(sums, new, strict=True))
 
         zero = lambda: plgpu.layout_cast(jnp.zeros(call.shape, jnp.float32), plgpu.Layout.WGMMA)

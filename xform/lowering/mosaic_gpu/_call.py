@@ -352,6 +352,10 @@ class Call:
                     found[n] = Found(self._look_up(values[n], operand, indices))
         return found
 
+    def free_keys(self, barrier) -> None:
+        """Gives a tile back of which products and `values` have read."""
+        (self.mma.hand_back if self.vectors else plgpu.barrier_arrive)(barrier)
+
     def values(self, held: list, buffers, slot, offset) -> list:
         """All operands for one tile, which starts at `offset` of what the block owns."""
         values = list(held)

@@ -307,7 +307,7 @@ class _Decode:
 
             s_tile = mma.scoped(product, smem["scores"], warpgroup, call.shape)
             values = call.values(held, smem["vectors"], slot, 0)
-            plgpu.barrier_arrive(smem["k_free"].at[slot])
+            call.free_keys(smem["k_free"].at[slot])
             s_tile, factor = call.scores(s_tile, place, partial, values)
             new = jnp.maximum(top, s_tile.max(axis=1))
             # The difference first: of large scores, products would lose what it has.

@@ -237,7 +237,7 @@ class Forward:
             """Weights of step `i`, the new maximum and sum, and what scales the old ones."""
             s_tile = mma.read(s_acc, in_flight, smem["k"].at[slot])
             values = call.values(held, smem["vectors"], slot, warpgroup * t.q)
-            plgpu.barrier_arrive(smem["k_free"].at[slot])
+            call.free_keys(smem["k_free"].at[slot])
             place = Place(q0, k0)
             s_tile, factor = call.scores(s_tile, place, i < walk.partial, values)
             # Not scaled: the backward pass gets the same exponents only from the same maximum.

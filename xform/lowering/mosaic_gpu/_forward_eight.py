@@ -104,7 +104,7 @@ class ForwardInEight(Forward):
             give()
             s_tile = mma.finished(product, in_flight, k_tile)
             values = call.values(held, smem["vectors"], slot, warpgroup * t.q)
-            plgpu.barrier_arrive(smem["k_free"].at[slot])
+            call.free_keys(smem["k_free"].at[slot])
             s_tile, factor = call.scores(s_tile, place, i < walk.partial, values, scale.scores)
             p, top, total, keep = self._softmax(s_tile, factor, scale, top, total)
             if call.programs.dropout is not None:

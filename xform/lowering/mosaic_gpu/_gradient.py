@@ -113,12 +113,6 @@ def gradient_misfits(fn: TileFn, operands: Sequence) -> list[str]:
     return list(dict.fromkeys(wrong))
 
 
-def sums_pairs(fn: TileFn) -> bool:
-    """Whether the kernel of pairs would run."""
-    gradient = Gradient.of(fn)
-    return gradient is not None and bool(gradient.by_pair)
-
-
 def _ill_paired(gradient: Gradient, q_shape, kv_len: int, captures: Sequence) -> list[str]:
     """Why the kernel of pairs can't sum what pairs read, or should not, for the room it takes."""
     *hidden, batch, q_len, heads, _ = q_shape

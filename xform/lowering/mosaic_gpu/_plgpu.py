@@ -7,6 +7,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import mma_utils as mma_utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir.dialects import nvvm
 
 kernel, SMEM, Barrier, Layout = plgpu.kernel, plgpu.SMEM, plgpu.Barrier, plgpu.Layout
 ClusterBarrier = plgpu.ClusterBarrier
@@ -35,6 +36,11 @@ memref_transpose = mgpu.memref_transpose
 StridedLayout = mgpu.WGStridedFragLayout
 memref_ptr, thread_idx = mgpu.utils.memref_ptr, mgpu.utils.thread_idx
 warpgroup_barrier = mgpu.utils.warpgroup_barrier
+
+
+def fence_shared():
+    """Orders a thread's ordinary accesses to shared memory before later ones of the other proxy."""
+    nvvm.fence_proxy(nvvm.ProxyKind.async_shared, space=nvvm.SharedSpace.shared_cta)
 
 
 ACCUMULATORS = plgpu.Layout._WGMMA_ACC_32BIT

@@ -196,6 +196,21 @@ class Hardware:
 
         add(ticket)
 
+    def hand_back(self, barrier):
+        """Arrives where a copy waits that will write over what ordinary loads have read.
+
+        A barrier alone does not keep such a load ahead of the copy, which writes by the
+        asynchronous proxy (PTX ISA, "Async proxy"): it has read the next tile, now and then.
+        """
+
+        @_effect()
+        def fence(ctx):
+            del ctx
+            plgpu.fence_shared()
+
+        fence()
+        plgpu.barrier_arrive(barrier)
+
     def tile(self, buffer):
         """A tile of shared memory as values."""
         return plgpu.load(buffer, layout=plgpu.Layout.WGMMA)
@@ -350,6 +365,10 @@ class Twin:
     def pass_turn(self, ticket):
         del ticket
 
+    def hand_back(self, barrier):
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(barrier)
+
     def tile(self, buffer):
         return buffer[...]
 
@@ -357,9 +376,7 @@ class Twin:
         return buffer[...].T
 
     def column(self, buffer):
-        x = buffer[...]
-        plgpu.commit_smem()
-        return x
+        return buffer[...]
 
     def band(self, buffer, shape, start, sign: int, dtype):
         del dtype
