@@ -53,4 +53,4 @@ def test_twenty_runs_are_right_and_the_same(name, format):
     with jax.default_matmul_precision("highest"):
         assert furthest(first) < close
     same = jax.jit(jnp.array_equal)
-    assert all([bool(same(first, run(*heads))) for _ in range(RUNS)])
+    assert all(bool(same(first, run(*heads))) for _ in range(RUNS))
