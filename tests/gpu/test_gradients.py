@@ -46,6 +46,8 @@ SCORES = {
     "none": None,
     "slopes": lambda c, s, b, h, q, k: s - SLOPES[h] * (q - k),
     "pairs": lambda c, s, b, h, q, k: s + c[h, q, k],
+    "distances": lambda c, s, b, h, q, k: s + c[h, 0, jnp.clip(q - k + 60, 0, 120)],
+    "queries": lambda c, s, b, h, q, k: s * (1 + c[h, q, 0]),
 }
 SHAPES = [
     # B, T, S, H, K, D, score, mask
@@ -54,6 +56,7 @@ SHAPES = [
     (1, 900, 900, 2, 2, 256, "none", documents(jnp.arange(900) // 200)),
     (1, 1024, 1024, 4, 4, 64, "none", _neighborhood),
     (16, 200, 328, 4, 2, 64, "pairs", None),
+    (4, 900, 700, 4, 2, 64, "distances", causal()),
 ]
 
 
@@ -85,6 +88,9 @@ def test_a_hundred_runs_give_the_same_bits(shape):
         ((5, 300, 190, 4, 4, 64), "pairs", _mixed),
         ((6, 200, 328, 4, 2, 128), "pairs", causal()),
         ((3, 130, 130, 2, 1, 32), "pairs", None),
+        ((5, 300, 190, 4, 4, 64), "distances", _mixed),
+        ((2, 700, 900, 4, 2, 128), "distances", None),
+        ((3, 300, 328, 4, 2, 128), "queries", causal()),
     ],
     ids=_name,
 )

@@ -22,6 +22,9 @@ from xform.lowering.mosaic_gpu._backward import Backward
 from xform.lowering.mosaic_gpu._backward_narrow import Narrow
 from xform.lowering.mosaic_gpu._backward_pairs import Pairs
 from xform.lowering.mosaic_gpu._backward_wide import Wide
+from xform.lowering.mosaic_gpu._classes import BAND, ROW
+from xform.lowering.mosaic_gpu._lines import Grid
+from xform.lowering.mosaic_gpu._tuning import Tiles
 from xform.primitives import tile_sum
 from xform.primitives.block_map import block_map
 
@@ -57,15 +60,21 @@ def test_compiles_for_an_h200(mods, size, deterministic, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [32, 64, 128, 256])
 @pytest.mark.parametrize("mask", ["", "mask_mod=lambda b, h, q, k: q >= k"])
-def test_compiles_the_sum_over_the_batch_of_what_pairs_read(size, mask, tmp_path):
-    score = "lambda s, b, h, q, k: s + p[h, q, k]"
-    attend = f"flex_attention(q, k, v, score_mod={score}, {mask}).astype('float32').sum()"
-    bias = "jax.numpy.zeros((4, 1024, 1024))"
-    gradient = f"lambda q, k, v: jax.grad(lambda p: {attend})({bias})"
+@pytest.mark.parametrize(
+    ("score", "shape"),
+    [
+        ("s + p[h, q, k]", "(4, 1024, 1024)"), ("s + p[h, q - k + 1023]", "(4, 2047)"),
+        ("s * p[h, q]", "(4, 1024)"),
+    ],
+)  # fmt: skip
+def test_compiles_sums_in_kernels_of_their_own(size, mask, score, shape, tmp_path):
+    mods = f"score_mod=lambda s, b, h, q, k: {score}, {mask}"
+    attend = f"flex_attention(q, k, v, {mods}).astype('float32').sum()"
+    gradient = f"lambda q, k, v: jax.grad(lambda p: {attend})(jax.numpy.zeros({shape}))"
     printed, reports = compiled(gradient, size, "bfloat16", tmp_path)
-    pairs = [r for r in reports if "backward_pairs" in r]
-    assert pairs, printed
-    assert max(spills(pairs)) == 0
+    own = [r for r in reports if "backward_pairs" in r or "backward_lines" in r]
+    assert own, printed
+    assert max(spills(own)) == 0
 
 
 @pytest.mark.parametrize("kind", [Backward, Narrow, Wide, Pairs])
@@ -164,11 +173,35 @@ PAIRED = {
 }  # fmt: skip
 
 
+LINED = {
+    "a table of distances": (
+        (2, 130, 200, 2, 1), lambda c, s, b, h, q, k: s + c[h, q - k + 199], BIAS((2, 329)),
+        causal(),
+    ),
+    "in buckets, of each entry": (
+        (3, 150, 70, 2, 2),
+        lambda c, s, b, h, q, k: s * c[b, jnp.clip(abs(q - k) // 9, 0, 11)],
+        1 + BIAS((3, 12)), None,
+    ),
+    "of queries, one for all heads": (
+        (2, 130, 200, 2, 2), lambda c, s, b, h, q, k: s * c[q // 2], 1 + BIAS((65,)), None,
+    ),
+    "of all kinds, behind a mask of each entry": (
+        (2, 200, 330, 4, 2),
+        lambda c, s, b, h, q, k: s * c[0][b, q] + c[1][h, q - k + 329] * c[2][h] + c[3][k],
+        (1 + BIAS((2, 200)), BIAS((4, 529)), BIAS((4,)), BIAS((330,))),
+        lambda b, h, q, k: (q - k + 150) // 40 % (b + 2) == 0,
+    ),
+}  # fmt: skip
+APART = {**PAIRED, **LINED}
+FIRST = (next(iter(PAIRED)), next(iter(LINED)))
+
+
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=pytest.mark.slow if i else ()) for i, n in enumerate(PAIRED)]
+    "name", [pytest.param(n, marks=() if n in FIRST else pytest.mark.slow) for n in APART]
 )
-def test_sums_over_the_batch_what_pairs_read(name, interpreted):
-    (batch, q_len, kv_len, heads, kv_heads), mod, captures, mask = PAIRED[name]
+def test_sums_in_kernels_of_their_own(name, interpreted):
+    (batch, q_len, kv_len, heads, kv_heads), mod, captures, mask = APART[name]
     keys = jax.random.split(jax.random.key(0), 3)
     q = jax.random.normal(keys[0], (batch, q_len, heads, 32), jnp.bfloat16)
     k, v = (jax.random.normal(x, (batch, kv_len, kv_heads, 32), jnp.bfloat16) for x in keys[1:])
@@ -198,6 +231,34 @@ def test_wide_heads_over_many_tiles(size, v_size, kv_heads, interpreted):
         assert error < 8e-3
 
 
+@hypothesis.given(
+    st.sampled_from([ROW, BAND]), st.integers(1, 5), st.integers(1, 4), st.integers(0, 2**16)
+)
+def test_lines_visit_every_tile_and_add_up_all_that_belongs_together(along, rows, cols, seed):
+    tiles = Tiles(q=4, kv=4, by_keys=True)  # 4 queries by 8 keys
+    q_len, kv_len = 4 * rows - seed % 4, 8 * cols - seed // 4 % 8
+    grid = Grid.of(along, (q_len, kv_len), tiles)
+    rng = np.random.default_rng(seed)
+    codes = rng.integers(0, 3, (rows, cols))
+    counts, lists = grid.lists(jnp.asarray(codes))
+    values = rng.integers(-9, 9, (rows, cols, 8, 4)).astype(np.float32)
+    sums, found = np.zeros((grid.lines, 8, 4), np.float32), np.zeros((rows, cols), int)
+    for line in range(grid.lines):
+        for code in np.asarray(lists)[line, : counts[line]]:
+            row, col = grid.row(line, code // 2), code // 2
+            found[row, col] = 2 - code % 2
+            sums[line] += values[row, col]
+    assert np.array_equal(found, codes)
+    whole = np.where(codes[:, :, None, None] > 0, values, 0).transpose(0, 3, 1, 2)
+    whole = whole.reshape(4 * rows, 8 * cols)
+    distance = np.subtract.outer(np.arange(4 * rows), np.arange(8 * cols))
+    true = {
+        ROW: whole.sum(1)[:q_len],
+        BAND: [whole[distance == d].sum() for d in range(1 - kv_len, q_len)],
+    }
+    assert np.array_equal(grid.added(jnp.asarray(sums), q_len, kv_len), true[along])
+
+
 @hypothesis.given(st.sampled_from([1, 5]), st.just(4), st.integers(0, 2**16))
 @hypothesis.settings(max_examples=12, deadline=None)
 def test_turns_count_the_blocks_launched_before(columns, tiles, seed):
@@ -218,13 +279,16 @@ def test_turns_count_the_blocks_launched_before(columns, tiles, seed):
 
 def test_says_what_of_a_gradient_no_kernel_takes():
     q = jnp.ones((1, 8, 4, 16), jnp.bfloat16)
-    slopes = lambda s, b, h, q, k: s - SLOPES[h] * (q - k)
-    assert which(q, q, q, score_mod=slopes, gradient=True).why == (
-        "no kernel: the program is for cpu, not for an NVIDIA GPU"
-    )
-    rows = lambda s, b, h, q, k: s + jnp.zeros(8)[q]
-    why = which(q, q, q, score_mod=rows, gradient=True).why
-    assert "the gradient of an array that is read per query" in why
+    table = jnp.zeros((4, 8, 15))
+    for mod in (
+        lambda s, b, h, q, k: s - SLOPES[h] * (q - k),
+        lambda s, b, h, q, k: s + table[h, q, 0],
+        lambda s, b, h, q, k: s + table[h, 0, q - k + 7],
+        lambda s, b, h, q, k: s + table[h, q, k],
+    ):
+        assert which(q, q, q, score_mod=mod, gradient=True).why == (
+            "no kernel: the program is for cpu, not for an NVIDIA GPU"
+        )
     few = lambda s, b, h, q, k: s + jnp.zeros((2, 3))[q // 4, k // 4]
     why = which(q, q, q, score_mod=few, gradient=True).why
     assert "read per query and key, and has 6 numbers where there are 64 pairs" in why

@@ -14,6 +14,7 @@ from jax import lax
 
 from xform.lowering._dropout import kept
 from xform.lowering._spec import EMPTY, FULL, PARTIAL, Spec
+from xform.lowering.mosaic_gpu._lines import Grid
 from xform.lowering.mosaic_gpu._program import TileProgram, split
 from xform.lowering.mosaic_gpu._split_keys import Few, decode, plan_if_few
 from xform.lowering.mosaic_gpu._tuning import MOST_IN_EIGHT, Tiles, tiles_of
@@ -275,9 +276,20 @@ def kinds(
     return _listed(_kinds, shared, context, origin)
 
 
+def lines(
+    spec: Spec, block_map, context, batch, heads, kv_heads, origin, q_len, kv_len, tiles: Tiles,
+    *, along: str,
+):  # fmt: skip
+    """The live tiles of each row or diagonal, see `Grid.lists`; nothing where all are full."""
+    if spec.mask is None and not (kv_len % tiles.cols or q_len % tiles.rows):
+        return ()
+    shared = (spec, block_map, batch, (heads, kv_heads), (q_len, kv_len), tiles, along)
+    return _listed(_lines, shared, context, origin)
+
+
 def _listed(build: Callable, shared: tuple, context, origin):
     """`build(*shared, context, origin)`, made now where it reads no array and is not large."""
-    spec, _, batch, (heads, _), (q_len, kv_len), tiles = shared
+    spec, _, batch, (heads, _), (q_len, kv_len), tiles, *_ = shared
     b, h = _units(spec, batch, heads)
     count = b * h * -(-q_len // tiles.rows) * -(-kv_len // tiles.cols)
     if context or count > _CONSTANT or any(isinstance(x, jax.Array) for x in origin):
@@ -300,6 +312,12 @@ def _steps(spec: Spec, block_map, batch, heads, lengths, tiles: Tiles, context, 
     """`steps` from `origin` on."""
     codes = _codes(spec, block_map, batch, heads, lengths, tiles, context, origin)
     return walks(_by_keys(codes, *heads)) if tiles.by_keys else _compact(codes)
+
+
+def _lines(spec: Spec, block_map, batch, heads, lengths, tiles: Tiles, along, context, origin):
+    """`lines` from `origin` on."""
+    codes = _codes(spec, block_map, batch, heads, lengths, tiles, context, origin)
+    return Grid.of(along, lengths, tiles).lists(codes)
 
 
 def _codes(spec: Spec, block_map, batch, heads, lengths, tiles: Tiles, context, origin):

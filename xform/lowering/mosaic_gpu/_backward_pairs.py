@@ -108,6 +108,12 @@ class Pairs:
     heads: str
     sums: int
     registers: ClassVar[tuple[int, ...]] = (240, 240, 24)
+    lists: ClassVar[int] = 1
+
+    @property
+    def owned(self) -> int:
+        """How many blocks there are for each unit: one for each tile."""
+        return self.call.sizes.rows(self.call.tiles) * self.call.sizes.cols(self.call.tiles)
 
     @property
     def units(self) -> tuple[int, int]:
@@ -123,8 +129,7 @@ class Pairs:
     @functools.cached_property
     def parts(self) -> int:
         """How many blocks share them: the fewest that leave next to no multiprocessor idle."""
-        s, t = self.call.sizes, self.call.tiles
-        blocks = math.prod(self.units) * s.rows(t) * s.cols(t)
+        blocks = math.prod(self.units) * self.owned
         most = min(_MOST_PARTS, self.steps)
         time = lambda n: -(-blocks * n // MULTIPROCESSORS) * -(-self.steps // n)
         best = min(map(time, range(1, most + 1)))
@@ -157,35 +162,39 @@ class Pairs:
         }
 
     def _body(self, refs, smem: dict):
-        n, m = (1 if self.call.sparse else 0), len(self.call.operands)
+        n, m = (self.lists if self.call.sparse else 0), len(self.call.operands)
         arrays, refs = refs[:7], refs[7:]
-        kinds, operands, results = refs[:n], refs[n : n + m], refs[n + m :]
-        block = self._block(kinds)
+        lists, operands, results = refs[:n], refs[n : n + m], refs[n + m :]
+        block = self._live(self._block(), lists)
         warpgroup = lax.axis_index("warpgroup")
 
         @plgpu.when(warpgroup < self.call.tiles.warpgroups)
         def _():
             plgpu.set_max_registers(self.registers[0], action="increase")
-            self._compute(block, warpgroup, kinds, operands, results, smem)
+            self._compute(block, warpgroup, lists, operands, results, smem)
 
         @plgpu.when(warpgroup == self.call.tiles.warpgroups)
         def _():
             plgpu.set_max_registers(self.registers[-1], action="decrease")
-            self._load_all(block, arrays, operands, smem)
+            self._load_all(block, lists, arrays, operands, smem)
 
     # -- where -------------------------------------------------------------------------------------
 
-    def _block(self, kinds) -> Block:
+    def _block(self) -> Block:
         unit, row, col = (lax.axis_index(name) for name in ("unit", "row", "col"))
         steps = -(-self.steps // self.parts)
         first = lax.div(unit, int32(math.prod(self.units))) * steps
         count = jnp.clip(self.steps - first, 0, steps)
         start = Block(unit, int32(0), int32(0), row, col, first, count)
         _, b, head = self._at(start, int32(0))
-        if kinds and self.call.sparse and self._mask_stays(kinds[0]):
-            empty = self._kind(kinds, b, head, row, col) == 0
-            count = jnp.where(empty, 0, count)
-        return dataclasses.replace(start, b=b, head=head, count=count)
+        return dataclasses.replace(start, b=b, head=head)
+
+    def _live(self, block: Block, lists) -> Block:
+        """Without entries, if none has a visible pair."""
+        if not lists or not self._mask_stays(lists[0]):
+            return block
+        empty = self._kind(lists, block.b, block.head, block.row, block.col) == 0
+        return dataclasses.replace(block, count=jnp.where(empty, 0, block.count))
 
     def _at(self, block: Block, i) -> tuple:
         """Of the `i`-th entry of a block: its batch entry, which of the operands', and its head."""
@@ -208,27 +217,33 @@ class Pairs:
 
     # -- the warpgroup that loads ------------------------------------------------------------------
 
-    def _load_all(self, block: Block, arrays, operands, smem: dict):
+    def _load_all(self, block: Block, lists, arrays, operands, smem: dict):
+        del lists
         stages = int32(self.call.tiles.stages)
 
         @plgpu.loop(0, block.count)
         def _(i):
             slot = lax.rem(i, stages)
             plgpu.when(i >= stages)(lambda: plgpu.barrier_wait(smem["free"].at[slot]))
-            self._load(block, i, slot, arrays, operands, smem)
+            self._load(self._at(block, i), block.row, block.col, slot, arrays, operands, smem)
 
-        # Every phase that ends must be seen, also the last ones.
-        @plgpu.loop(jnp.maximum(block.count - stages, 0), block.count)
+        self._await_last(block.count, smem)
+
+    def _await_last(self, count, smem: dict):
+        """Every phase that ends must be seen, also the last ones."""
+        stages = int32(self.call.tiles.stages)
+
+        @plgpu.loop(jnp.maximum(count - stages, 0), count)
         def _(i):
             plgpu.barrier_wait(smem["free"].at[lax.rem(i, stages)])
 
-    def _load(self, block: Block, i, slot, arrays, operands, smem: dict):
-        """Fills a slot with the queries and keys of an entry."""
+    def _load(self, entry: tuple, row, col, slot, arrays, operands, smem: dict):
+        """Fills a slot with the queries and keys of a tile of an entry, see `_at`."""
         call, t, s = self.call, self.call.tiles, self.call.sizes
         q_ref, k_ref, v_ref, do_ref, *row_refs = arrays
-        batch, b, head = self._at(block, i)
+        batch, b, head = entry
         full, copy = smem["full"].at[slot], plgpu.copy_gmem_to_smem
-        q0, k0 = block.row * t.rows, block.col * t.cols
+        q0, k0 = row * t.rows, col * t.cols
         rows = plgpu.ds(q0, t.q)
         for name, ref in (("q", q_ref), ("do", do_ref)):
             copy(ref.at[batch, rows, head], smem[name].at[slot], full)
@@ -243,7 +258,7 @@ class Pairs:
 
     # -- the warpgroups that compute ---------------------------------------------------------------
 
-    def _compute(self, block: Block, warpgroup, kinds, operands, results, smem: dict):
+    def _compute(self, block: Block, warpgroup, lists, operands, results, smem: dict):
         call, t = self.call, self.call.tiles
         offset = warpgroup * t.kv
         place = Place(block.row * t.rows, block.col * t.cols + offset)
@@ -254,16 +269,19 @@ class Pairs:
         def step(i, sums):
             slot = lax.rem(i, int32(t.stages))
             _, b, head = self._at(block, i)
-            partial = self._kind(kinds, b, head, block.row, block.col) != 2 if kinds else None
+            partial = self._kind(lists, b, head, block.row, block.col) != 2 if lists else None
             own = self._own(operands, held, b, head, place.k0)
             new = self._derivatives(slot, partial, place, (own, offset), warpgroup, smem)
             call.mma.hand_back(smem["free"].at[slot])
             return tuple(x + y for x, y in zip(sums, new, strict=True))
 
-        zero = lambda: plgpu.layout_cast(jnp.zeros(call.shape, jnp.float32), plgpu.Layout.WGMMA)
-        sums = lax.fori_loop(0, block.count, step, tuple(zero() for _ in range(self.sums)))
+        sums = lax.fori_loop(0, block.count, step, self._zeros())
         for tile, ref in zip(sums, results, strict=True):
             ref[block.unit, plgpu.ds(place.k0, t.kv), plgpu.ds(place.q0, t.q)] = tile
+
+    def _zeros(self) -> tuple:
+        zero = jnp.zeros(self.call.shape, jnp.float32)
+        return tuple(plgpu.layout_cast(zero, plgpu.Layout.WGMMA) for _ in range(self.sums))
 
     def _own(self, operands, held: list, b, head, k0) -> list:
         """The operands of an entry: those of the first, but for what differs."""

@@ -1,10 +1,10 @@
 """From the derivative of attention to the backward kernel: operands, and what comes back.
 
 The kernel is one term of `_tile_fn`: `Transpose(Jvp(Attend))`, with gradients for any of q, k, v
-and for the captured arrays that the score mod reads per key or per head. Those that it reads at a
-query and a key, and that have about as many numbers as there are such pairs, have a kernel of their
-own, which sums over the batch. All others (forward mode, higher orders, the gradient of a maximum)
-run blockwise.
+and for the captured arrays that the score mod reads: those of keys and heads by the kernel that
+makes dK; those of queries, of distances and, where they have about as many numbers as there are
+pairs, of pairs by kernels of their own. All others (forward mode, higher orders, the gradient of a
+maximum) run blockwise.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from xform.lowering._contract import wide_of
 from xform.lowering._spec import Read, Spec
 from xform.lowering._tile_fn import Attend, Jvp, TileFn, Transpose, base
 from xform.lowering.mosaic_gpu import _attend
-from xform.lowering.mosaic_gpu._classes import COL, SCALAR, TILE
+from xform.lowering.mosaic_gpu._classes import BAND, COL, ROW, TILE, Class
 from xform.lowering.mosaic_gpu._lookup import of_read
 from xform.lowering.mosaic_gpu._program import class_of_read, derivatives, load_one
 from xform.lowering.mosaic_gpu._tuning import (
@@ -76,20 +76,20 @@ class Gradient:
         return tuple(n for n, moves in enumerate(flags) if moves)
 
     @property
-    def by_pair(self) -> dict[str, tuple[int, ...]]:
-        """Of these, those that belong to a pair, by which of "bh" they differ along."""
-        found: dict[str, tuple[int, ...]] = {}
+    def apart(self) -> dict[Class, tuple[int, ...]]:
+        """Of these, those of a kernel of their own, by what they belong to."""
+        found: dict[Class, tuple[int, ...]] = {}
         for n in self.wanted:
             kind = class_of_read(self.reads[n])
-            if kind.pair == TILE:
-                found[kind.heads] = (*found.get(kind.heads, ()), n)
+            if kind.pair in (ROW, BAND, TILE):
+                found[kind] = (*found.get(kind, ()), n)
         return found
 
     @property
     def by_key(self) -> tuple[int, ...]:
         """The others, which the kernel that makes dK sums over the queries."""
-        pairs = {n for group in self.by_pair.values() for n in group}
-        return tuple(n for n in self.wanted if n not in pairs)
+        apart = {n for group in self.apart.values() for n in group}
+        return tuple(n for n in self.wanted if n not in apart)
 
 
 def gradient_misfits(fn: TileFn, operands: Sequence) -> list[str]:
@@ -105,10 +105,6 @@ def gradient_misfits(fn: TileFn, operands: Sequence) -> list[str]:
     q_shape, (kv_len, _, v_size) = operands[_Q].shape, operands[_V].shape[-3:]
     wrong = _attend.misfits(gradient.spec, q_shape, kv_len, v_size)
     wrong = wrong or _crowded(gradient, q_shape[-1], v_size)
-    for n in gradient.by_key:
-        pair = class_of_read(gradient.reads[n]).pair
-        if pair not in (SCALAR, COL):
-            wrong.append(f"the gradient of an array that is read per {_PER[pair]}")
     wrong += _ill_paired(gradient, q_shape, kv_len, operands[_CAPTURES:])
     return list(dict.fromkeys(wrong))
 
@@ -119,8 +115,10 @@ def _ill_paired(gradient: Gradient, q_shape, kv_len: int, captures: Sequence) ->
     sizes, wrong = {"b": batch, "h": heads}, []
     groups = zip(gradient.spec.reads, captures, strict=False)
     arrays = [array for group, array in groups for _ in group]
-    for differ, reads in gradient.by_pair.items():
-        pairs = q_len * kv_len * math.prod(sizes[x] for x in differ)
+    for kind, reads in gradient.apart.items():
+        if kind.pair != TILE:
+            continue
+        pairs = q_len * kv_len * math.prod(sizes[x] for x in kind.heads)
         for n in reads:
             numbers = math.prod(arrays[n].shape[len(hidden) :])
             if of_read(gradient.reads[n], arrays[n].dtype) is None:
@@ -137,18 +135,15 @@ def _crowded(gradient: Gradient, qk_size: int, v_size: int) -> list[str]:
     """What does not fit into shared memory, or has no derivative."""
     try:
         vectors = len(vectors_of(_programs(gradient, gradient.by_key)))
-        pairs = [_programs(gradient, reads) for reads in gradient.by_pair.values()]
+        apart = [_programs(gradient, reads) for reads in gradient.apart.values()]
     except NotImplementedError as e:
         return [f"in the derivative: {e}"]
     wrong, most = [], _VECTORS[backward_tiles_of(qk_size, v_size).warpgroups]
     if vectors > most:
         wrong.append(f"{vectors} vectors that travel with the queries; {most} fit")
-    if any(pair_tiles_of(programs, qk_size, v_size) is None for programs in pairs):
-        wrong.append("more vectors beside a gradient by pairs than shared memory holds")
+    if any(pair_tiles_of(programs, qk_size, v_size) is None for programs in apart):
+        wrong.append("more vectors beside what belongs to pairs than shared memory holds")
     return wrong
-
-
-_PER = {"q": "query", "q-k": "difference of query and key"}
 
 
 def _named(fn: TileFn) -> str:
@@ -283,8 +278,8 @@ def _gradient(
     dq, dk, dv, loads = _by_keys(
         gradient, block_map, inputs, tiles or backward_tiles_of(size, v_size), interpret
     )
-    for heads, reads in gradient.by_pair.items():
-        sums = _by_pairs(gradient, block_map, inputs, heads, reads, interpret)
+    for kind, reads in gradient.apart.items():
+        sums = _apart(gradient, block_map, inputs, kind, reads, interpret)
         loads |= dict(zip(reads, sums, strict=True))
     moving = gradient.moving
     own = (_Q, dq[..., :size]), (_K, dk[..., :size]), (_V, dv[..., :v_size])
@@ -293,7 +288,7 @@ def _gradient(
     first = 0
     for capture, group, moves in zip(captures, spec.reads, moving[_CAPTURES:], strict=True):
         parts = [
-            _pulled_back(read, capture, context, origin, loads[n])
+            _pulled_back(read, capture, context, origin, lengths[1], loads[n])
             for n, read in enumerate(group, first)
             if moves
         ]
@@ -334,44 +329,62 @@ def _by_keys(gradient: Gradient, block_map, inputs: _Inputs, tiles: Tiles, inter
     return dq, dk, dv, dict(zip(wanted, columns, strict=True))
 
 
-def _by_pairs(
-    gradient: Gradient, block_map, inputs: _Inputs, heads: str, reads: tuple[int, ...], interpret
+def _apart(
+    gradient: Gradient, block_map, inputs: _Inputs, kind: Class, reads: tuple[int, ...], interpret
 ) -> list[jax.Array]:
-    """The sums over the batch, or heads too, of what belongs to a pair, `[B or 1,H or 1,T,S]`."""
+    """The sums, over the batch or heads too, of what has a kernel of its own.
+
+    Returns:
+      `[B or 1,H or 1,T,S]` of pairs, `[...,T,1]` of queries, `[...,1,S + T - 1]` of distances.
+    """
+    from xform.lowering.mosaic_gpu._backward_lines import Lines, backward_lines
     from xform.lowering.mosaic_gpu._backward_pairs import Pairs, backward_pairs
 
     q, k, v = inputs.q, inputs.k, inputs.v
     programs = _programs(gradient, reads)
     tiles = pair_tiles_of(programs, q.shape[-1], v.shape[-1])
     assert tiles is not None
-    lists = lambda spec, *rest: _attend.kinds(spec, block_map, *rest)
-    call, statistics, kinds, operands = inputs.prepared(
-        gradient.spec, programs, tiles, lists, interpret
+    lists = (
+        _attend.kinds if kind.pair == TILE else functools.partial(_attend.lines, along=kind.pair)
     )
-    sums = backward_pairs(
-        Pairs(call, heads, len(reads)), q, k, v, inputs.d_out, statistics, kinds, operands,
-        interpret=interpret,
+    call, statistics, steps, operands = inputs.prepared(
+        gradient.spec, programs, tiles,
+        lambda spec, *rest: lists(spec, block_map, *rest), interpret,
     )  # fmt: skip
-    return [x[..., : inputs.kv_len, : inputs.q_len].swapaxes(-1, -2) for x in sums]
+    arrays = q, k, v, inputs.d_out, statistics, steps, operands
+    if kind.pair == TILE:
+        body = Pairs(call, kind.heads, len(reads))
+        sums = backward_pairs(body, *arrays, interpret=interpret)
+        return [x[..., : inputs.kv_len, : inputs.q_len].swapaxes(-1, -2) for x in sums]
+    body = Lines(call, kind.heads, len(reads), along=kind.pair)
+    sums = backward_lines(body, *arrays, interpret=interpret)
+    return [jnp.expand_dims(x, -1 if kind.pair == ROW else -2) for x in sums]
 
 
-def _pulled_back(read: Read, capture, context, origin, ct):
+def _pulled_back(read: Read, capture, context, origin, kv_len: int, ct):
     """The gradient of a captured array, from sums of the cotangents of what one read has.
 
     Args:
-      read: which is per key, per query and key, or per nothing.
+      read: one place where it is read.
       capture: the array.
       context, origin: as of `attend`.
-      ct: `[B,H,T,S]`, or 1 in the place of what they are summed over.
+      ct: `[B,H,T,S]`, or 1 in the place of what they are summed over; of distances, `[B,H,1,N]`,
+        from `1 - S` on.
     """
     kind = class_of_read(read)
-    keep = ("b" in kind.heads, "h" in kind.heads, kind.pair == TILE, kind.pair in (COL, TILE))
+    by_key = kind.pair in (COL, BAND, TILE)
+    keep = ("b" in kind.heads, "h" in kind.heads, kind.pair in (ROW, TILE), by_key)
     dims = range(4)
     counts = ct.shape
     ct = ct.sum([d for d in dims if not keep[d]])
 
     def load(capture):
-        f = lambda b, h, q, k: load_one(read, capture, b, h, q, k, context).reshape(())
+        def f(b, h, q, k):
+            if kind.pair == BAND:  # any pair at that distance
+                distance = k - (kv_len - 1)
+                q, k = jnp.maximum(distance, 0), jnp.maximum(-distance, 0)
+            return load_one(read, capture, b, h, q, k, context).reshape(())
+
         for d in reversed(dims):
             if keep[d]:
                 f = jax.vmap(f, in_axes=[0 if d == n else None for n in dims])
