@@ -37,19 +37,21 @@ def register(primitive: Primitive) -> None:
     lower_with_devices(primitive)
 
 
-def _on_cpu(region: Region, *args, split: Split = WHOLE) -> list:
+def _on_cpu(region: Region, *args, donated: Sequence[bool], split: Split = WHOLE) -> list:
+    """A loop meets some rows twice, and so writes over none."""
+    del donated
     verify(region)
     return row_blocks.run(region, *args, split=split)
 
 
-def _on_gpu(region: Region, *args, split: Split = WHOLE) -> list:
+def _on_gpu(region: Region, *args, donated: Sequence[bool], split: Split = WHOLE) -> list:
     from xform.lowering.mosaic_gpu import _rows
 
-    return _rows.run(region, *args, split=split)
+    return _rows.run(region, *args, split=split, donated=donated)
 
 
-def _rule(run: Callable, ctx, *args, call_jaxpr):
-    region = region_of(call_jaxpr)
+def _rule(run: Callable, ctx, *args, call_jaxpr, donated):
+    region, run = region_of(call_jaxpr), partial(run, donated=donated)
     devices = getattr(ctx.module_context.axis_context, "device_assignment", None)
     here = partial(run, region)
     if len(devices or ()) > 1:
