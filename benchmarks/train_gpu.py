@@ -57,6 +57,7 @@ class Setting:
       attention: "flex", "flex, any order" (of its backward sums) or "cuDNN".
       again: whether the backward pass makes what `fuse` made again, instead of fetching it.
       fuse: whether the model is fused.
+      update: "fuse" or "XLA": who makes the kernels of AdamW.
       unroll: how many layers are one turn of the loop.
       loss: "kernel", "kept" (a kernel that keeps logits) or "dense" (all logits at once).
       triton: whether XLA may write products itself, where it finds that faster than cuBLAS.
@@ -67,6 +68,7 @@ class Setting:
     attention: str = "flex, any order"
     again: bool = True
     fuse: bool = True
+    update: str = "fuse"
     unroll: int = 1
     loss: str = "dense"
     triton: bool = True
@@ -93,20 +95,31 @@ class Setting:
 # ---- in JAX --------------------------------------------------------------------------------------
 
 
-def adamw(setting: Setting):
-    """AdamW by optax, with moments of a dtype, that makes new parameters of old."""
+def adamw(setting: Setting, *, fused: bool) -> tuple[Callable, Callable]:
+    """AdamW with moments of a dtype: its first state, and what makes new parameters of old."""
     import jax
     import jax.numpy as jnp
     import optax
 
+    import updates
+
     optimizer, dtype = optax.adamw(1e-4), jnp.dtype(setting.state)
     cast = lambda tree: jax.tree.map(lambda x: x.astype(dtype), tree)
 
-    def update(params, state, grads):
-        updates, state = optimizer.update(cast(grads), state, cast(params))
-        return optax.apply_updates(params, updates), state
+    def plain(params, state, grads):
+        changes, state = optimizer.update(cast(grads), state, cast(params))
+        return optax.apply_updates(params, changes), state
 
-    return lambda params: optimizer.init(cast(params)), update
+    def kernels(params, state, grads):
+        adam, *rest = state
+        count, slowness = adam.count + 1, (0.9, 0.999)
+        numbers = (1.0, 1e-4, 1e-4, *(1 - b**count for b in slowness), True)
+        each = lambda *own: updates.adamw(*own, *numbers, slowness=slowness)
+        new = jax.tree.map(each, params, adam.mu, adam.nu, grads)
+        params, mu, nu = jax.tree.transpose(jax.tree.structure(params), None, new)
+        return params, (adam._replace(count=count, mu=mu, nu=nu), *rest)
+
+    return lambda params: optimizer.init(cast(params)), kernels if fused else plain
 
 
 def xform(setting: Setting) -> tuple[Callable, dict]:
@@ -207,11 +220,13 @@ def plain(setting: Setting, *, unrolled: bool) -> tuple[Callable, dict]:
     return loss, params
 
 
-def measure_jax(setting: Setting, make: Callable, split: bool) -> dict[str, float]:
+def measure_jax(
+    setting: Setting, make: Callable, split: bool, *, fused: bool = False
+) -> dict[str, float]:
     import jax
 
     loss, params = make(setting)
-    init, update = adamw(setting)
+    init, update = adamw(setting, fused=fused)
     state = jax.jit(init)(params)
     shape = (setting.rows, setting.length)
     tokens, labels = (
@@ -382,8 +397,10 @@ def measure_torch(setting: Setting, attention: str, split: bool) -> dict[str, fl
 # ---- the table -----------------------------------------------------------------------------------
 
 ROWS: dict[str, Callable[[Setting, bool], dict[str, float]]] = {
-    "xform": lambda s, split: measure_jax(s, xform, split),
-    "xform, unrolled": lambda s, split: measure_jax(unrolled(s), xform, split),
+    "xform": lambda s, split: measure_jax(s, xform, split, fused=s.update == "fuse"),
+    "xform, unrolled": lambda s, split: measure_jax(
+        unrolled(s), xform, split, fused=s.update == "fuse"
+    ),
     "plain": lambda s, split: measure_jax(s, lambda s: plain(s, unrolled=False), split),
     "plain, unrolled": lambda s, split: measure_jax(s, lambda s: plain(s, unrolled=True), split),
     "torch, cuDNN": lambda s, split: measure_torch(s, "cudnn", split),

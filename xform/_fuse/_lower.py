@@ -19,7 +19,7 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.interpreters import mlir
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec, use_abstract_mesh
 
-from xform._compat import Primitive, lower_with_devices
+from xform._compat import Primitive, lower_with_devices, without_references
 from xform._fuse._error import FusionError
 from xform._fuse._region import region_of
 from xform._fuse._verify import verify
@@ -78,7 +78,7 @@ def _on_devices(run: Callable, region: Region) -> Callable:
         def body(*args):
             # Here arrays are a device's own, and types of explicit axes say nothing of them.
             with use_abstract_mesh(AbstractMesh((), ())):
-                return run(local, *args, split=split)
+                return without_references(partial(run, local, split=split))(*args)
 
         return mesh, body, [place(x) for x in results], tuple(place(x) for x in operands)
 
