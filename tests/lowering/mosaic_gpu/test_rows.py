@@ -126,12 +126,23 @@ def test_results_are_written_over_operands_of_their_kind(name):
     fits = over == len(given)  # else JAX warns of what is donated in vain
     run = jax.jit(fuse(f, donate_argnums=given), donate_argnums=given if fits else ())
     program = compile_for("H200", run, *args)
-    text = program.as_text()
+    text = str(program.as_text())
     written = re.findall(r"output_to_operand_aliasing={(.*?)}, [a-z]", text)
     assert sum(text.count("(") for text in written) == over
     if fits:
         assert not re.search(r" copy(-start)?\(", text)
         assert program.memory_analysis().temp_size_in_bytes < 4096
+
+
+def test_who_needs_a_donated_array_afterwards_has_it_by_a_copy():
+    f = fuse(lambda x, y: x - 2 * y, donate_argnums=0)
+    x = jnp.ones((64, 128))
+    copies = lambda g: len(re.findall(r" copy\(", str(compile_for("H200", g, x).as_text())))
+    donated = lambda g: jax.jit(g, donate_argnums=0)
+    assert copies(donated(lambda x: f(x, x * 2))) == 0
+    assert copies(donated(lambda x: f(x, x))) > 0
+    assert copies(lambda x: (f(x, x * 2), x)) > 0
+    assert copies(lambda x: f(x, x * 2)) > 0
 
 
 def test_the_gpu_s_own_functions_are_for_what_is_rounded_afterwards():

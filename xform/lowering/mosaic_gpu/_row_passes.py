@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Sequence
 import jax.numpy as jnp
 
 from xform._compat import JaxprEqn, Literal, Var
-from xform.lowering._region import Region
+from xform.lowering._region import Region, type_of
 from xform.lowering.mosaic_gpu._row_geometry import reduces
 
 
@@ -77,7 +77,7 @@ def takes_own_functions(region: Region) -> bool:
 
 
 def _is_wide(v: Var | Literal) -> bool:
-    return isinstance(v, Var) and v.aval.dtype == jnp.float32
+    return isinstance(v, Var) and type_of(v).dtype == jnp.float32
 
 
 _BY_EXPONENTIAL = frozenset(

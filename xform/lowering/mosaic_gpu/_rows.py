@@ -157,9 +157,11 @@ class _Kernel:
 
     def _is_alike(self, operand: Var, result: Var) -> bool:
         """Whether the elements of a result lie where those of an operand do, in rows of its own."""
-        place, lines = self.laid_out[1][operand], self.region.lines_of(operand)
-        alike = operand.aval.dtype == result.aval.dtype and lines == self.region.lines_of(result)
-        return alike and place.inner is not None and place.order is None and all(place.strides)
+        lines = self.region.lines_of
+        if type_of(operand).dtype != type_of(result).dtype or lines(operand) != lines(result):
+            return False
+        place = self.laid_out[1][operand]
+        return place.inner is not None and place.order is None and all(place.strides)
 
     @property
     def turns(self) -> int:
