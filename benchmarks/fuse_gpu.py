@@ -5,7 +5,8 @@
 
 One process, one table; peers take turns, so that all meet the same clock and heat. A time is what
 one more call in flight costs, (time of 30 calls - time of 10) / 20, the median over rounds: what
-starting and waiting cost is in both, and drops out. GB/s counts the arrays of [N, D] that must be
+starting and waiting cost is in both, and drops out. AdamW's step goes over the memory of what it
+changes, with moments in the parameters' dtype. GB/s counts the arrays of [N, D] that must be
 read and written once. The roof is the fastest of three copies of as many bytes: `-x` by XLA, by
 `fuse`, and torch's `copy_`. The gradient of a residual is that of what it is added to, and is asked
 for once; angles of rotary embedding are constants, as in a model.
@@ -19,7 +20,7 @@ import platform
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -201,6 +202,45 @@ def in_torch(subject: Subject, program: str, args: list, cts: list) -> Calls:
     return calls
 
 
+def adamw(param, mean, square, grad, step):
+    """One step, in float32, of parameters and moments of one dtype."""
+    g = grad.astype(jnp.float32)
+    m = 0.9 * mean.astype(jnp.float32) + 0.1 * g
+    v = 0.98 * square.astype(jnp.float32) + 0.02 * g * g
+    moved = m / (jnp.sqrt(v) + 1e-8) + 0.1 * param.astype(jnp.float32)
+    new = param.astype(jnp.float32) - step * moved, m, v
+    return tuple(x.astype(param.dtype) for x in new)
+
+
+def updates(f: Callable, state: Sequence[jax.Array]) -> Calls:
+    """Steps of AdamW, each over the memory of the one before."""
+    run, step = jax.jit(f, donate_argnums=(0, 1, 2)), jnp.float32(1e-4)
+    *own, grad = (x.copy() for x in state)
+
+    def calls(count: int) -> None:
+        for _ in range(count):
+            own[:] = run(*own, grad, step)
+        jax.block_until_ready(own)
+
+    return calls
+
+
+def updates_in_torch(state: Sequence[jax.Array]) -> Calls:
+    """By torch's own fused kernel."""
+    import torch  # pyright: ignore[reportMissingImports]
+
+    param, grad = (torch_array(torch, x) for x in (state[0], state[-1]))
+    param.grad = grad
+    optimizer = torch.optim.AdamW([param], lr=1e-4, fused=True)
+
+    def calls(count: int) -> None:
+        for _ in range(count):
+            optimizer.step()
+        torch.cuda.synchronize()
+
+    return calls
+
+
 def numbers(count: int) -> jax.Array:
     """Half of so many bytes: to read and to write."""
     return jax.random.normal(jax.random.key(0), (count // 4,), jnp.bfloat16)
@@ -275,7 +315,25 @@ def measure(name: str, program: str, n: int, d: int) -> None:
     subject = SUBJECTS[name]
     args, cts = arrays(subject, n, d)
     count = least_bytes(subject, program, n, d)
-    made = peers(subject, program, args, cts, count)
+    compare(name, program, count, peers(subject, program, args, cts, count))
+
+
+def measure_updates(n: int, d: int) -> None:
+    """Prints the rows of AdamW, which reads four arrays and writes three."""
+    state = [jax.random.normal(jax.random.key(i), (n, d), jnp.bfloat16) for i in range(4)]
+    state[2] = jnp.square(state[2])
+    count = 7 * state[0].nbytes
+    made = {
+        **{name: partial(copy, count) for name, copy in COPIES.items()},
+        "fuse": partial(updates, fuse(adamw, donate_argnums=(0, 1, 2)), state),
+        "XLA": partial(updates, adamw, state),
+        "torch, fused": partial(updates_in_torch, state),
+    }
+    compare("AdamW", "a step", count, made)
+
+
+def compare(name: str, program: str, count: int, made: dict[str, Callable]) -> None:
+    """Prints a row for each peer, which takes turns with the others."""
     ready = {peer: prepare(make) for peer, make in made.items()}
     calls = {peer: call for peer, call in ready.items() if not isinstance(call, str)}
     times: dict[str, list[float]] = {peer: [] for peer in calls}
@@ -313,6 +371,7 @@ def main() -> None:
     for name in SUBJECTS:
         for program in PROGRAMS:
             measure(name, program, options.rows, options.width)
+    measure_updates(options.rows, options.width)
 
 
 if __name__ == "__main__":

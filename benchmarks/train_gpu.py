@@ -1,6 +1,7 @@
 """A training step of 1.1 billion parameters on one H200: the example's model beside its peers.
 
-    python3 benchmarks/train_gpu.py                      # all rows, each in a process of its own
+    python3 benchmarks/train_gpu.py --seconds 300        # the table, each row in its own process
+    python3 benchmarks/train_gpu.py --every              # with both heads and both states of each
     python3 benchmarks/train_gpu.py xform --heads 128    # one row
     python3 benchmarks/train_gpu.py xform --split        # and where its time goes, by `explain`
 
@@ -8,7 +9,8 @@
 AdamW; 32 heads of 64 on 8 keys, or 16 of 128 on 4: as many parameters and operations. Moments of
 AdamW are bfloat16, or float32. MFU counts the model's operations (6 for each weight a token meets,
 causal attention by half) at 989 TFLOP/s. Seconds to compile are those of a first compilation, with
-what is traced. A step is the median of three times of four in flight.
+what is traced. A step is the median of three times of four in flight. A row's process imports what
+it needs while the one before it measures, and begins when that has ended.
 
 `xform` is examples/llama.py: `scan` over layers, `fuse` between products, whose results the
 backward pass makes again rather than fetch them, and `flex_attention`. `xform, unrolled` has one
@@ -55,6 +57,7 @@ class Setting:
       attention: "flex", "flex, any order" (of its backward sums) or "cuDNN".
       again: whether the backward pass makes what `fuse` made again, instead of fetching it.
       fuse: whether the model is fused.
+      update: "fuse" or "XLA": who makes the kernels of AdamW.
       unroll: how many layers are one turn of the loop.
       loss: "kernel", "kept" (a kernel that keeps logits) or "dense" (all logits at once).
       triton: whether XLA may write products itself, where it finds that faster than cuBLAS.
@@ -65,6 +68,7 @@ class Setting:
     attention: str = "flex, any order"
     again: bool = True
     fuse: bool = True
+    update: str = "fuse"
     unroll: int = 1
     loss: str = "dense"
     triton: bool = True
@@ -91,20 +95,31 @@ class Setting:
 # ---- in JAX --------------------------------------------------------------------------------------
 
 
-def adamw(setting: Setting):
-    """AdamW by optax, with moments of a dtype, that makes new parameters of old."""
+def adamw(setting: Setting, *, fused: bool) -> tuple[Callable, Callable]:
+    """AdamW with moments of a dtype: its first state, and what makes new parameters of old."""
     import jax
     import jax.numpy as jnp
     import optax
 
+    import updates
+
     optimizer, dtype = optax.adamw(1e-4), jnp.dtype(setting.state)
     cast = lambda tree: jax.tree.map(lambda x: x.astype(dtype), tree)
 
-    def update(params, state, grads):
-        updates, state = optimizer.update(cast(grads), state, cast(params))
-        return optax.apply_updates(params, updates), state
+    def plain(params, state, grads):
+        changes, state = optimizer.update(cast(grads), state, cast(params))
+        return optax.apply_updates(params, changes), state
 
-    return lambda params: optimizer.init(cast(params)), update
+    def kernels(params, state, grads):
+        adam, *rest = state
+        count, slowness = adam.count + 1, (0.9, 0.999)
+        numbers = (1.0, 1e-4, 1e-4, *(1 - b**count for b in slowness), True)
+        each = lambda *own: updates.adamw(*own, *numbers, slowness=slowness)
+        new = jax.tree.map(each, params, adam.mu, adam.nu, grads)
+        params, mu, nu = jax.tree.transpose(jax.tree.structure(params), None, new)
+        return params, (adam._replace(count=count, mu=mu, nu=nu), *rest)
+
+    return lambda params: optimizer.init(cast(params)), kernels if fused else plain
 
 
 def xform(setting: Setting) -> tuple[Callable, dict]:
@@ -205,11 +220,13 @@ def plain(setting: Setting, *, unrolled: bool) -> tuple[Callable, dict]:
     return loss, params
 
 
-def measure_jax(setting: Setting, make: Callable, split: bool) -> dict[str, float]:
+def measure_jax(
+    setting: Setting, make: Callable, split: bool, *, fused: bool = False
+) -> dict[str, float]:
     import jax
 
     loss, params = make(setting)
-    init, update = adamw(setting)
+    init, update = adamw(setting, fused=fused)
     state = jax.jit(init)(params)
     shape = (setting.rows, setting.length)
     tokens, labels = (
@@ -380,8 +397,10 @@ def measure_torch(setting: Setting, attention: str, split: bool) -> dict[str, fl
 # ---- the table -----------------------------------------------------------------------------------
 
 ROWS: dict[str, Callable[[Setting, bool], dict[str, float]]] = {
-    "xform": lambda s, split: measure_jax(s, xform, split),
-    "xform, unrolled": lambda s, split: measure_jax(unrolled(s), xform, split),
+    "xform": lambda s, split: measure_jax(s, xform, split, fused=s.update == "fuse"),
+    "xform, unrolled": lambda s, split: measure_jax(
+        unrolled(s), xform, split, fused=s.update == "fuse"
+    ),
     "plain": lambda s, split: measure_jax(s, lambda s: plain(s, unrolled=False), split),
     "plain, unrolled": lambda s, split: measure_jax(s, lambda s: plain(s, unrolled=True), split),
     "torch, cuDNN": lambda s, split: measure_torch(s, "cudnn", split),
@@ -423,27 +442,83 @@ def heading() -> str:
     )
 
 
+TABLE = (
+    ("xform", 64), ("xform", 128), ("xform, unrolled", 64), ("plain", 64), ("plain, unrolled", 64),
+    ("torch, cuDNN", 64), ("torch, flex", 64),
+)  # fmt: skip
+"""Rows with their heads, the more wanted first."""
+
+
+def rows(every: bool) -> list[list[str]]:
+    """What is measured, as arguments of this program."""
+    if not every:
+        return [[row, "--heads", str(heads)] for row, heads in TABLE]
+    states = lambda row: ("bfloat16", "float32") if row.startswith("xform") else ("bfloat16",)
+    return [
+        [row, "--heads", str(heads), "--state", state]
+        for heads in (64, 128)
+        for row in ROWS
+        for state in states(row)
+    ]
+
+
+def begin(arguments: list[str]) -> subprocess.Popen:
+    """The process of a row, which waits for a line."""
+    command = [sys.executable, __file__, *arguments, "--wait"]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, text=True)
+
+
+def measure_all(wanted: list[list[str]], seconds: float) -> None:
+    """Runs rows one after another, as long as there is time."""
+    end = time.monotonic() + seconds
+    following = begin(wanted[0])
+    for i, arguments in enumerate(wanted):
+        process, last = following, i + 1 == len(wanted)
+        following = process if last else begin(wanted[i + 1])
+        try:
+            process.communicate("go\n", timeout=max(0, end - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            print(f"{' '.join(arguments)}: no time left", flush=True)
+            for child in {process, following}:
+                child.kill()
+                child.wait()
+            return
+
+
+def wait(row: str) -> None:
+    """Imports what a row needs, and waits for its turn."""
+    if row.startswith("torch"):
+        import torch.nn.attention.flex_attention  # noqa: F401
+    else:
+        import optax  # noqa: F401
+
+        import llama  # noqa: F401
+    sys.stdin.readline()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("row", nargs="?", choices=list(ROWS))
     parser.add_argument("--split", action="store_true", help="print what `explain` measures")
+    parser.add_argument("--every", action="store_true", help="both heads and states of each row")
+    parser.add_argument("--seconds", type=float, default=1800, help="for all rows together")
+    parser.add_argument("--wait", action="store_true", help="begin after a line of input")
     for field in dataclasses.fields(Setting):
         default: Any = field.default
         kind = type(default) if not isinstance(default, bool) else lambda x: x == "True"
         parser.add_argument(f"--{field.name}", type=kind, default=default)
     options = vars(parser.parse_args())
-    row, split = options.pop("row"), options.pop("split")
-    setting = Setting(**options)
-    if row is not None:
-        print(told(row, setting, ROWS[row](setting, split)), flush=True)
+    row, split, every, seconds, waits = (
+        options.pop(name) for name in ("row", "split", "every", "seconds", "wait")
+    )
+    if row is None:
+        print(heading(), flush=True)
+        measure_all(rows(every), seconds)
         return
-    print(heading(), flush=True)
-    for heads in (64, 128):
-        for row in ROWS:
-            states = ("bfloat16", "float32") if row.startswith("xform") else ("bfloat16",)
-            for state in states:
-                own = ["--heads", str(heads), "--state", state]
-                subprocess.run([sys.executable, __file__, row, *own], check=False)
+    if waits:
+        wait(row)
+    setting = Setting(**options)
+    print(told(row, setting, ROWS[row](setting, split)), flush=True)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import optax
 from jax.sharding import Mesh
 
 import parallel
@@ -50,7 +49,7 @@ def gradients_for(config: Config, mesh: Mesh) -> Callable:
     )
 
 
-def optimizer_for(config: Config) -> optax.GradientTransformation:
+def optimizer_for(config: Config) -> updates.Optimizer:
     """Returns AdamW under a warm-up and a cosine, with gradients clipped to norm 1."""
     return updates.optimizer(config.learning_rate, config.steps, config.weight_decay)
 

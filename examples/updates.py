@@ -1,7 +1,8 @@
 """What a step does with gradients, and the state that it begins with."""
 
+import dataclasses
 from collections.abc import Callable
-from functools import partial
+from functools import cached_property, partial
 
 import jax
 import jax.numpy as jnp
@@ -13,16 +14,85 @@ import hugging_face
 import llama
 import pipelined
 from parallel import Layout
-from xform import all_finite
+from xform import all_finite, fuse
 from xform.sharding import place, shardings
 from xform.sharding.pipeline import Schedule
 
 
-def optimizer(peak: float, steps: int, weight_decay: float) -> optax.GradientTransformation:
+@dataclasses.dataclass(frozen=True)
+class AdamW:
+    """AdamW under a warm-up and a cosine, with gradients clipped to norm 1.
+
+    `init` and `update` are those of an `optax.GradientTransformation`. `step` does the same to the
+    same state and to the parameters, by kernels.
+
+    Attributes:
+      peak: the learning rate after the warm-up, a tenth of the steps; at the end a tenth of it.
+      steps: how many there will be.
+      weight_decay: of all parameters.
+      slowness: of both moments.
+    """
+
+    peak: float
+    steps: int
+    weight_decay: float
+    slowness: tuple[float, float] = (0.9, 0.98)
+
+    @cached_property
+    def rate(self) -> optax.Schedule:
+        peak, steps = self.peak, self.steps
+        return optax.warmup_cosine_decay_schedule(0, peak, steps // 10, steps, peak / 10)
+
+    @cached_property
+    def chain(self) -> optax.GradientTransformation:
+        b1, b2 = self.slowness
+        adamw = optax.adamw(self.rate, b1, b2, weight_decay=self.weight_decay)
+        return optax.chain(optax.clip_by_global_norm(1.0), adamw)
+
+    @property
+    def init(self) -> Callable:
+        return self.chain.init
+
+    @property
+    def update(self) -> Callable:
+        return self.chain.update
+
+    def step(self, state: dict, grads, good) -> dict:
+        """Returns the state after a step, or if it is not `good` as it was."""
+        clipping, (adam, decaying, scaling) = state["optimizer"]
+        count = optax.safe_increment(adam.count)
+        sizes = jnp.maximum(optax.tree.norm(grads), 1), self.rate(scaling.count), self.weight_decay
+        unbiased = [1 - b**count for b in self.slowness]
+        each = partial(adamw, slowness=self.slowness)
+        leaves, tree = jax.tree.flatten(state["params"])
+        arrays = zip(leaves, *map(jax.tree.leaves, (adam.mu, adam.nu, grads)), strict=True)
+        new = [each(*own, *sizes, *unbiased, good) for own in arrays]
+        params, mu, nu = map(tree.unflatten, zip(*new, strict=True))
+        kept = lambda new, old: jnp.where(good, new, old)
+        adam = adam._replace(count=kept(count, adam.count), mu=mu, nu=nu)
+        scaling = scaling._replace(count=kept(optax.safe_increment(scaling.count), scaling.count))
+        return {"params": params, "optimizer": (clipping, (adam, decaying, scaling))}
+
+
+@partial(fuse, donate_argnums=(0, 1, 2))
+def adamw(param, mean, square, grad, norm, rate, decay, unbiased1, unbiased2, good, *, slowness):
+    """Returns an array and its moments after a step; a kernel that writes over the old ones."""
+    b1, b2 = slowness
+    old = [x.astype(jnp.float32) for x in (param, mean, square)]
+    p, m, v = old
+    g = grad.astype(jnp.float32) / norm
+    m, v = b1 * m + (1 - b1) * g, b2 * v + (1 - b2) * g * g
+    p -= rate * (m / unbiased1 / (jnp.sqrt(v / unbiased2) + 1e-8) + decay * p)
+    new = [jnp.where(good, x, before) for x, before in zip((p, m, v), old, strict=True)]
+    return [x.astype(y.dtype) for x, y in zip(new, (param, mean, square), strict=True)]
+
+
+def optimizer(peak: float, steps: int, weight_decay: float) -> AdamW:
     """Returns AdamW under a warm-up and a cosine, with gradients clipped to norm 1."""
-    schedule = optax.warmup_cosine_decay_schedule(0, peak, steps // 10, steps, peak / 10)
-    adamw = optax.adamw(schedule, b2=0.98, weight_decay=weight_decay)
-    return optax.chain(optax.clip_by_global_norm(1.0), adamw)
+    return AdamW(peak, steps, weight_decay)
+
+
+type Optimizer = optax.GradientTransformation | AdamW
 
 
 def partitioned(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
@@ -44,7 +114,7 @@ def first_state(
     mesh: Mesh,
     layout: Layout,
     schedule: Schedule | None,
-    optimizer: optax.GradientTransformation,
+    optimizer: Optimizer,
     seed: int = 0,
     weights: str | None = None,
 ) -> dict:
@@ -73,23 +143,27 @@ def first_state(
     return {"params": params, "optimizer": state}
 
 
-def update_of(optimizer: optax.GradientTransformation) -> Callable:
+def update_of(optimizer: Optimizer) -> Callable:
     """Returns `update(state, loss, grads) -> state, loss`, which reuses the state's memory.
 
-    What is not finite changes nothing, so that there is still something to look at. XLA makes one
-    loop of each parameter's update, that writes over the old state; a kernel of `fuse` has results
-    of its own, and donated memory would take a copy. It is a program
-    of its own: as part of the one that makes gradients, XLA's CPU code for it takes ten times
-    longer.
+    What is not finite changes nothing, so that there is still something to look at. On a GPU AdamW
+    is one kernel of `fuse` for each array. A CPU's loop of `fuse` writes over nothing, and donated
+    memory would take a copy: there XLA makes the loops, as it does of all other optimisers. It is a
+    program of its own: as part of the one that makes gradients, XLA's CPU code for it takes ten
+    times longer.
     """
+
+    def plain(state, grads, good):
+        updates, rest = optimizer.update(grads, state["optimizer"], state["params"])
+        new = {"params": optax.apply_updates(state["params"], updates), "optimizer": rest}
+        return jax.tree.map(lambda new, old: jnp.where(good, new, old), new, state)
+
+    kernels = optimizer.step if isinstance(optimizer, AdamW) else plain
 
     @partial(jax.jit, donate_argnums=(0,))
     def update(state, loss, grads):
-        updates, optimizer_state = optimizer.update(grads, state["optimizer"], state["params"])
-        params = optax.apply_updates(state["params"], updates)
         good = all_finite((loss, grads))
-        new = {"params": params, "optimizer": optimizer_state}
-        kept = jax.tree.map(lambda new, old: jnp.where(good, new, old), new, state)
+        kept = jax.lax.platform_dependent(state, grads, good, cuda=kernels, default=plain)
         return kept, jnp.where(good, loss, jnp.nan)
 
     return update

@@ -6,7 +6,7 @@ met in one file.
 
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import jax
@@ -57,6 +57,9 @@ from jax._src.linear_util import wrap_init as wrap_init
 
 # 0.11, 0.12: the public `summarize` gives only the innermost frame, which may be xform's own.
 from jax._src.source_info_util import user_frames as user_frames
+
+# 0.11, 0.12: a program of references as one of values.
+from jax._src.state.discharge import discharge_state
 
 # 0.11, 0.12: the static arguments of a derivative rule come wrapped in it.
 from jax._src.util import Unhashable as Unhashable
@@ -125,6 +128,18 @@ def texts_up(folder: str) -> dict[str, str]:
 def lower_with_devices(primitive: Primitive) -> None:
     """Has the lowering rule of `primitive` told which devices it lowers for."""
     prim_requires_devices_during_lowering.add(primitive)
+
+
+def without_references(f: Callable) -> Callable:
+    """Returns `f` of arrays with the references that it makes as values; 0.11 and 0.12.
+
+    JAX does so of what it lowers, but for the parts of a `custom_partitioning`.
+    """
+
+    def run(*args):
+        return jaxpr_as_fun(discharge_state(jax.make_jaxpr(f)(*args)))(*args)
+
+    return run
 
 
 def cuda_device(ctx) -> tuple[str | None, str | None]:

@@ -195,3 +195,35 @@ def with_gradients(f, argnums):
         return outs, back(jax.tree.unflatten(jax.tree.structure(outs), cts))
 
     return run
+
+
+# ---- what is written over its operands -----------------------------------------------------------
+
+
+def stream(x, residual):
+    """A sum, and its norm."""
+    h = x + residual
+    return norm_of(h), h
+
+
+def norm_of(x):
+    return (wide(x) * jax.lax.rsqrt(jnp.mean(jnp.square(wide(x)), -1, keepdims=True))).astype(
+        x.dtype
+    )
+
+
+def swapped(x, y):
+    """Two results are written over an operand that others read; the third is such an operand."""
+    return y * 2, x - y, y[None]
+
+
+# Of shapes, which operands are given up, and how many results can lie there.
+DONATED = {
+    "AdamW": (lambda p, m, v, g: adam(p, g, m, v, 3.0), [(7, 33)] * 4, (0, 1, 2), 3),
+    "sums along rows": (stream, [(6, 200)] * 2, (1,), 1),
+    "operands that others read": (swapped, [(5, 128)] * 2, (0, 1), 2),
+    "of another shape": (lambda x, w: x * w[None], [(4, 24), (24,)], (1,), 0),
+    "numbers of rows": (lambda x, m: jnp.maximum(x.max(-1), m), [(4, 24), (4,)], (1,), 0),
+    "cuts": (lambda x: jnp.concatenate(jnp.split(x, 2, -1)[::-1], -1), [(4, 32)], (0,), 0),
+    "long rows": (lambda x: x - x.max(-1, keepdims=True), [(3, 9000)], (0,), 0),
+}

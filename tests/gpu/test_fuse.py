@@ -7,6 +7,7 @@ import pytest
 
 from tests._fuse import subjects
 from tests._fuse.subjects import (
+    DONATED,
     LONG,
     REFUSED,
     SHAPES,
@@ -106,6 +107,46 @@ def test_truth_values_go_in_and_out():
     x = normal(0, (5, 33))
     found, wanted = jax.jit(by_truth(fuse))(x), by_truth(lambda f: f)(x)
     jax.tree.map(np.testing.assert_array_equal, tuple(found), wanted)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32], ids=["bfloat16", "float32"])
+@pytest.mark.parametrize("name", DONATED)
+def test_results_are_written_over_operands(name, dtype):
+    """Where the caller gives them up, and where it does not and finds them as they were."""
+    f, shapes, given, over = DONATED[name]
+    args = [jnp.abs(normal(i, (2000, *s[1:]), dtype)) for i, s in enumerate(shapes)]
+    if name in ("of another shape", "numbers of rows"):
+        args[1] = jnp.abs(normal(1, shapes[1] if name == "of another shape" else (2000,), dtype))
+    kept = [np.asarray(x) for x in args]
+    truth, judge = in_float64(f, *args), jax.jit(f)(*args)
+    fused = fuse(f, donate_argnums=given)
+    assert_as_right_as(jax.jit(fused)(*args), judge, truth)
+    jax.tree.map(np.testing.assert_array_equal, [np.asarray(x) for x in args], kept)
+    if over < len(given):  # JAX warns of what is donated in vain
+        return
+    where = [args[i].unsafe_buffer_pointer() for i in given]
+    found = jax.jit(fused, donate_argnums=given)(*args)
+    assert_as_right_as(found, judge, truth)
+    there = [x.unsafe_buffer_pointer() for x in jax.tree.leaves(found)]
+    assert set(where) <= set(there)
+
+
+FUNCTIONS = (
+    jnp.tanh, jnp.sin, jnp.tan, jnp.exp, jnp.expm1, jnp.log1p, jax.lax.erfc, jax.nn.sigmoid,
+    jnp.sinh, jnp.cosh, jnp.arcsinh, jnp.arctan, jnp.cbrt, lambda x: x**5, jax.nn.silu,
+    lambda x: jax.nn.softmax(x.astype(jnp.float32) * 30, axis=-1).astype(x.dtype),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=["bfloat16", "float16"])
+def test_functions_of_16_bits_are_rounded_once(dtype):
+    x = jnp.asarray(np.random.default_rng(0).uniform(-2.5, 2.5, (133, 257)), dtype)
+    half = float(jnp.finfo(dtype).eps) / 2
+    for f in FUNCTIONS:
+        found = np.asarray(jax.jit(fuse(f))(x), np.float64)
+        wanted = np.asarray(f(x.astype(jnp.float32)), np.float64)
+        steps = 3 if f is jax.nn.silu else 1  # of which each is rounded
+        np.testing.assert_allclose(found, wanted, rtol=1.02 * steps * half, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -14,7 +14,7 @@ from xform._fuse._primitive import fused
 from xform.primitives._rules import check_sizes, join_axes
 
 
-def fuse(f: Callable) -> Callable:
+def fuse(f: Callable, *, donate_argnums: int | Sequence[int] = ()) -> Callable:
     """Returns `f` as one kernel, whose gradient is one kernel too; or raises while it is traced.
 
     What is elementwise, casts, broadcasts, slices and joins within a row, and sums and maxima along
@@ -41,11 +41,18 @@ def fuse(f: Callable) -> Callable:
     Args:
       f: a function of pytrees of arrays. Leaves that are neither arrays nor floats are part of the
         program, as Python's ints and bools are. Arrays that it closes over are operands.
+      donate_argnums: positional arguments over whose arrays results may be written: each result
+        over one of its shape and dtype, the first of them, where each element depends on that
+        element and on its row, and rows fit into registers. A caller that needs such an array
+        afterwards still has it, by a copy of XLA's; so name what `jax.jit` is given to donate as
+        well. Kernels of derivatives write over none, nor does a CPU's loop, which meets some rows
+        twice.
 
     Returns:
       A function like `f`.
 
     Raises:
+      ValueError: `donate_argnums` names no positional argument.
       FusionError: what `f` does is not one kernel; with each operation in the way, its line, why,
         and the nearest split that is legal. For its derivatives, when these are traced.
       NotImplementedError: no kernel for this platform, or not for this call on a GPU.
@@ -62,10 +69,12 @@ def fuse(f: Callable) -> Callable:
     >>> [g.shape for g in jax.grad(lambda *a: rms_norm(*a).sum(), (0, 1))(x, weight)]
     [(5, 257), (257,)]
     """
+    donate = (donate_argnums,) if isinstance(donate_argnums, int) else tuple(donate_argnums)
 
     @functools.wraps(f)
     def run(*args, **kwargs):
         leaves, tree = jax.tree.flatten((args, kwargs))
+        given = _given(donate, args)
         moving = [i for i, x in enumerate(leaves) if _is_array(x)]
         keys = {i: jax.random.key_impl(leaves[i]) for i in moving if _is_key(leaves[i])}
         arrays = [
@@ -83,9 +92,22 @@ def fuse(f: Callable) -> Callable:
 
         arrays = join_axes(arrays)
         jaxpr, out = jax.make_jaxpr(call, return_shape=True)(*arrays)
-        return jax.tree.unflatten(jax.tree.structure(out), fused(jaxpr, *arrays))
+        donated = [i < len(given) and given[i] for i in moving]
+        outs = fused(jaxpr, *arrays, donated=donated)
+        return jax.tree.unflatten(jax.tree.structure(out), outs)
 
     return run
+
+
+def _given(donate: Sequence[int], args: Sequence) -> list[bool]:
+    """Of each leaf of the positional arguments, whether it may be written over."""
+    if wrong := [n for n in donate if n not in range(-len(args), len(args))]:
+        raise ValueError(
+            f"`donate_argnums` of `fuse` names {', '.join(map(str, wrong))}, of {len(args)} "
+            "positional arguments. Count from 0, and pass what is donated by position."
+        )
+    numbers = {n % len(args) for n in donate}
+    return [i in numbers for i, x in enumerate(args) for _ in jax.tree.leaves(x)]
 
 
 def _is_array(x: Any) -> bool:

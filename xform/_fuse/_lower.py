@@ -19,7 +19,7 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.interpreters import mlir
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec, use_abstract_mesh
 
-from xform._compat import Primitive, lower_with_devices
+from xform._compat import Primitive, lower_with_devices, without_references
 from xform._fuse._error import FusionError
 from xform._fuse._region import region_of
 from xform._fuse._verify import verify
@@ -37,19 +37,21 @@ def register(primitive: Primitive) -> None:
     lower_with_devices(primitive)
 
 
-def _on_cpu(region: Region, *args, split: Split = WHOLE) -> list:
+def _on_cpu(region: Region, *args, donated: Sequence[bool], split: Split = WHOLE) -> list:
+    """A loop meets some rows twice, and so writes over none."""
+    del donated
     verify(region)
     return row_blocks.run(region, *args, split=split)
 
 
-def _on_gpu(region: Region, *args, split: Split = WHOLE) -> list:
+def _on_gpu(region: Region, *args, donated: Sequence[bool], split: Split = WHOLE) -> list:
     from xform.lowering.mosaic_gpu import _rows
 
-    return _rows.run(region, *args, split=split)
+    return _rows.run(region, *args, split=split, donated=donated)
 
 
-def _rule(run: Callable, ctx, *args, call_jaxpr):
-    region = region_of(call_jaxpr)
+def _rule(run: Callable, ctx, *args, call_jaxpr, donated):
+    region, run = region_of(call_jaxpr), partial(run, donated=donated)
     devices = getattr(ctx.module_context.axis_context, "device_assignment", None)
     here = partial(run, region)
     if len(devices or ()) > 1:
@@ -76,7 +78,7 @@ def _on_devices(run: Callable, region: Region) -> Callable:
         def body(*args):
             # Here arrays are a device's own, and types of explicit axes say nothing of them.
             with use_abstract_mesh(AbstractMesh((), ())):
-                return run(local, *args, split=split)
+                return without_references(partial(run, local, split=split))(*args)
 
         return mesh, body, [place(x) for x in results], tuple(place(x) for x in operands)
 

@@ -38,8 +38,13 @@ fused_p = Primitive("fused")
 fused_p.multiple_results = True
 
 
-def fused(jaxpr: Jaxpr, *args) -> list:
+def fused(jaxpr: Jaxpr, *args, donated: Sequence[bool] = ()) -> list:
     """Runs a program as one kernel, which reads what it needs, writes each value once, copies none.
+
+    Args:
+      jaxpr: the program.
+      args: its arguments.
+      donated: which of these a kernel may write over, where it can; none if empty.
 
     Raises:
       FusionError: it is none.
@@ -49,8 +54,10 @@ def fused(jaxpr: Jaxpr, *args) -> list:
     outs = (v for v in program.outvars if isinstance(v, Var) and v not in known)
     if outs := list(dict.fromkeys(outs)):
         kernel, needed = _of(program, outs)
+        given = [*[False] * len(consts), *(donated or [False] * len(args))]
         read = [x for x, n in zip(known.values(), needed, strict=True) if n]
-        known.update(zip(outs, fused_p.bind(*read, call_jaxpr=kernel), strict=True))
+        params = dict(call_jaxpr=kernel, donated=_where(needed, given))
+        known.update(zip(outs, fused_p.bind(*read, **params), strict=True))
     number = lambda x: jnp.asarray(x.val, x.aval.dtype)
     return [number(x) if isinstance(x, Literal) else known[x] for x in program.outvars]
 
@@ -70,8 +77,13 @@ def _of(program: Jaxpr, outs: Sequence[Var]) -> tuple[Jaxpr, list[bool]]:
     return kernel, needed
 
 
-def _type(*avals, call_jaxpr: Jaxpr):
-    del avals
+def _where(needed: Sequence[bool], given: Sequence[bool]) -> tuple[bool, ...]:
+    """Of what is needed, what is given."""
+    return tuple(g for g, n in zip(given, needed, strict=True) if n)
+
+
+def _type(*avals, call_jaxpr: Jaxpr, donated: tuple[bool, ...]):
+    del avals, donated
     return call_jaxpr.out_avals, call_jaxpr.effects
 
 
@@ -120,14 +132,17 @@ def _halves_of(jaxpr: Jaxpr, active: tuple[bool, ...]) -> _Halves:
     return _Halves(Halves(joint, frontier(Graph(joint, settings))[-1], barrier=False))
 
 
-def _jvp(primals, tangents, *, call_jaxpr: Jaxpr):
+def _jvp(primals, tangents, *, call_jaxpr: Jaxpr, donated: tuple[bool, ...]):
+    """Its forward half may save what it reads, and writes over nothing."""
+    del donated
     active = tuple(not isinstance(t, ad.Zero) for t in tangents)
     linear = _halves_of(call_jaxpr, active)
     return differentiated(linear.halves, linear, fused, primals, tangents)
 
 
-def _transpose(cts, *args, call_jaxpr: Jaxpr):
+def _transpose(cts, *args, call_jaxpr: Jaxpr, donated: tuple[bool, ...]):
     """Of a program that is linear in some arguments."""
+    del donated
     unknown = [ad.is_undefined_primal(x) for x in args]
     known = [x for x, u in zip(args, unknown, strict=True) if not u]
     there = [not isinstance(ct, ad.Zero) for ct in cts]
@@ -151,12 +166,12 @@ def _transpose(cts, *args, call_jaxpr: Jaxpr):
 # ---- vmap, dead code -----------------------------------------------------------------------------
 
 
-def _batch(axis_data, args, dims, *, call_jaxpr: Jaxpr):
+def _batch(axis_data, args, dims, *, call_jaxpr: Jaxpr, donated: tuple[bool, ...]):
     """One more line of rows, or what the batching rules make of it: a program, looked at anew."""
     batched, moved = batching.batch_jaxpr_axes(
         call_jaxpr, axis_data, dims, [batching.zero_if_mapped] * len(call_jaxpr.outvars)
     )
-    return fused(batched, *args), [0 if m else None for m in moved]
+    return fused(batched, *args, donated=donated), [0 if m else None for m in moved]
 
 
 def _without_dead(used: list[bool], eqn: JaxprEqn):
@@ -170,7 +185,7 @@ def _without_dead(used: list[bool], eqn: JaxprEqn):
     new = eqn.replace(
         invars=[x for x, n in zip(eqn.invars, needed, strict=True) if n],
         outvars=[v for v, u in zip(eqn.outvars, used, strict=True) if u],
-        params=dict(call_jaxpr=kernel),
+        params=dict(call_jaxpr=kernel, donated=_where(needed, eqn.params["donated"])),
         effects=kernel.effects,
     )
     return needed, new

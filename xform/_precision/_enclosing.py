@@ -52,7 +52,9 @@ def fused(caster: Caster, eqn: JaxprEqn, held: Sequence[Held], state: Sequence) 
     """One kernel still, of the program in other dtypes."""
     run, found = _closed(caster, eqn.params["call_jaxpr"], [h.kind for h in held], state)
     arrays = [jnp.asarray(h.array) for h in held]
-    return list(map(Held, fuse_program(jax.make_jaxpr(run)(*arrays), *arrays), found))
+    program = jax.make_jaxpr(run)(*arrays)
+    outs = fuse_program(program, *arrays, donated=eqn.params["donated"])
+    return list(map(Held, outs, found))
 
 
 def scan(caster: Caster, eqn: JaxprEqn, held: Sequence[Held], state: Sequence) -> list[Held]:

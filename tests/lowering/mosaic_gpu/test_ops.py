@@ -64,6 +64,24 @@ def test_agrees_with_what_it_stands_for(f, x, tolerance):
     np.testing.assert_allclose(found, expected, rtol=tolerance, atol=tolerance)
 
 
+NARROW = (
+    jnp.tanh, jnp.sin, jnp.cos, jnp.tan, jnp.exp, jnp.expm1, jnp.log1p, lax.erfc, lax.logistic,
+    jnp.sinh, jnp.cosh, jnp.arcsinh, jnp.arctan, jnp.cbrt, lambda x: x**5, lambda x: abs(x) ** 2.5,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=["bfloat16", "float16"])
+def test_of_16_bits_a_function_is_rounded_once(dtype):
+    """Off by half a unit in the last place, and by what float32 is off."""
+    x = jnp.linspace(-3, 3, 121).astype(dtype)
+    half = float(jnp.finfo(dtype).eps) / 2
+    for f in NARROW:
+        found = run(f, x)
+        assert found.dtype == dtype
+        wanted = np.asarray(f(x.astype(jnp.float32)), np.float64)
+        np.testing.assert_allclose(np.float64(found), wanted, rtol=1.02 * half, atol=1e-6)
+
+
 def test_the_hardware_s_own_tanh_is_for_those_who_allow_its_error():
     def program(rtol):
         f = lambda x: lax.tanh(x, accuracy=lax.Tolerance(rtol=rtol))

@@ -13,6 +13,7 @@ import pytest
 
 from tests._fuse import subjects
 from tests._fuse.subjects import (
+    DONATED,
     LONG,
     REFUSED,
     SHAPES,
@@ -26,21 +27,24 @@ from tests.oracle import assert_as_right_as, in_float64
 from xform import fuse
 from xform._compat import found_races
 from xform._fuse._region import region_of
-from xform._hlo import lower_for
+from xform._hlo import compile_for, lower_for
 from xform.jaxpr import interpret, trace
 from xform.lowering.mosaic_gpu import _plgpu as plgpu
 from xform.lowering.mosaic_gpu import _rows
+from xform.lowering.mosaic_gpu._row_passes import takes_own_functions
 
 ROOT = Path(__file__).parents[3]
 
 
-def by_kernels(f, *args):
+def by_kernels(f, *args, races=True):
     """Runs a function, its fused regions by kernels in the interpreter, which looks for races."""
-    interpreter = plgpu.InterpretGPUParams(detect_races=True)
-    kernel = lambda *xs, call_jaxpr: _rows.run(region_of(call_jaxpr), *xs, interpret=interpreter)
+    interpreter = plgpu.InterpretGPUParams(detect_races=races)
+    kernel = lambda *xs, call_jaxpr, **rest: _rows.run(
+        region_of(call_jaxpr), *xs, **rest, interpret=interpreter
+    )
     run = interpret(trace(f, *args), {"fused": kernel}, default=_as_it_is)
     outs = run(*jax.tree.leaves(args))
-    assert not found_races()
+    assert not (races and found_races())
     return jax.tree.unflatten(jax.tree.structure(jax.eval_shape(f, *args)), outs)
 
 
@@ -108,6 +112,55 @@ def test_truth_values_go_in_and_out():
     x = normal(0, (5, 33))
     found, wanted = by_kernels(by_truth(fuse), x), by_truth(lambda f: f)(x)
     jax.tree.map(np.testing.assert_array_equal, tuple(found), wanted)
+
+
+@pytest.mark.parametrize("name", DONATED)
+def test_results_are_written_over_operands_of_their_kind(name):
+    """Values are those of a plain program; compiled for a GPU, no more memory is taken."""
+    f, shapes, given, over = DONATED[name]
+    args = [jnp.abs(x) for x in arguments_of(shapes)]
+    # The interpreter's twin loads an operand as a whole, which other rows are written over.
+    found = by_kernels(fuse(f, donate_argnums=given), *args, races=False)
+    judge = jax.jit(f)(*args)
+    assert_as_right_as(found, judge, in_float64(f, *args))
+    fits = over == len(given)  # else JAX warns of what is donated in vain
+    run = jax.jit(fuse(f, donate_argnums=given), donate_argnums=given if fits else ())
+    program = compile_for("H200", run, *args)
+    text = str(program.as_text())
+    written = re.findall(r"output_to_operand_aliasing={(.*?)}, [a-z]", text)
+    assert sum(text.count("(") for text in written) == over
+    if fits:
+        assert not re.search(r" copy(-start)?\(", text)
+        assert program.memory_analysis().temp_size_in_bytes < 4096
+
+
+def test_who_needs_a_donated_array_afterwards_has_it_by_a_copy():
+    f = fuse(lambda x, y: x - 2 * y, donate_argnums=0)
+    x = jnp.ones((64, 128))
+    copies = lambda g: len(re.findall(r" copy\(", str(compile_for("H200", g, x).as_text())))
+    donated = lambda g: jax.jit(g, donate_argnums=0)
+    assert copies(donated(lambda x: f(x, x * 2))) == 0
+    assert copies(donated(lambda x: f(x, x))) > 0
+    assert copies(lambda x: (f(x, x * 2), x)) > 0
+    assert copies(lambda x: f(x, x * 2)) > 0
+
+
+def test_the_gpu_s_own_functions_are_for_what_is_rounded_afterwards():
+    wide = lambda f: lambda x: f(x.astype(jnp.float32))
+    softmax = wide(lambda x: jax.nn.softmax(x, axis=-1))
+    narrow = lambda f: lambda x: f(x).astype(jnp.bfloat16)
+    total = lambda x: jnp.exp(x - x.max(-1, keepdims=True)).sum(-1)
+    cases = {
+        True: [narrow(softmax), jnp.exp, jax.nn.silu, wide(total)],
+        False: [
+            softmax, wide(jnp.exp), lambda x: x + 1, narrow(wide(lambda x: jnp.exp(jnp.log(x)))),
+            wide(lambda x: jnp.exp(x).max(-1)), lambda x: (jnp.exp(x), jnp.exp(wide(abs)(x))),
+        ],
+    }  # fmt: skip
+    for own, functions in cases.items():
+        for f in functions:
+            (eqn,) = trace(fuse(f), jnp.ones((4, 8), jnp.bfloat16)).eqns
+            assert takes_own_functions(region_of(eqn.params["call_jaxpr"])) == own
 
 
 @pytest.mark.parametrize("name", REFUSED)

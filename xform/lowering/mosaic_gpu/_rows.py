@@ -26,10 +26,10 @@ from xform.lowering._contract import wide_of
 from xform.lowering._region import Region, type_of
 from xform.lowering._row_end import WHOLE, Split, finished
 from xform.lowering.mosaic_gpu import _plgpu as plgpu
-from xform.lowering.mosaic_gpu._kernel import kernel
+from xform.lowering.mosaic_gpu._kernel import in_place, kernel
 from xform.lowering.mosaic_gpu._row_geometry import CUTS, Geometry, Place, geometry_of, misfits
 from xform.lowering.mosaic_gpu._row_memory import Hardware, Spot, Twin
-from xform.lowering.mosaic_gpu._row_passes import joined, passes, without
+from xform.lowering.mosaic_gpu._row_passes import joined, passes, takes_own_functions, without
 from xform.lowering.mosaic_gpu._row_values import (
     COMBINE,
     Tile,
@@ -45,8 +45,17 @@ from xform.lowering.row_blocks import Blocks, of_nothing
 _BLOCKS = 4 * 132
 
 
-def run(region: Region, *args, split: Split = WHOLE, interpret=None) -> list:
+def run(
+    region: Region, *args, split: Split = WHOLE, donated: Sequence[bool] = (), interpret=None
+) -> list:
     """Returns the results of a region.
+
+    Args:
+      region: what it computes.
+      args: its operands.
+      split: how a mesh splits its rows.
+      donated: which operands a kernel may write over, where each thread writes what it read.
+      interpret: parameters of the interpreter, for tests without a GPU.
 
     Raises:
       NotImplementedError: the kernel can't take it; with all reasons.
@@ -61,7 +70,7 @@ def run(region: Region, *args, split: Split = WHOLE, interpret=None) -> list:
         )
     if 0 in region.sizes:
         return finished(region, *of_nothing(Blocks(region, {}), args), args, split)
-    kernel = _Kernel(region, interpret)
+    kernel = _Kernel(region, tuple(donated), interpret)
     made, parts = kernel(args)
     sums = [kernel.total(i, parts) for i in range(len(region.sums))]
     return finished(region, made, sums, args, split)
@@ -107,10 +116,12 @@ class _Kernel:
 
     Attributes:
       region: what it computes.
+      donated: which operands it may write over.
       interpret: parameters of the interpreter, for tests without a GPU.
     """
 
     region: Region
+    donated: tuple[bool, ...] = ()
     interpret: Any = None
 
     @cached_property
@@ -124,6 +135,33 @@ class _Kernel:
     @property
     def memory(self) -> Hardware | Twin:
         return Twin(self.geometry) if self.interpret else Hardware(self.geometry)
+
+    @cached_property
+    def over(self) -> dict[int, int]:
+        """The results that are written over an operand, and over which.
+
+        A thread writes over what it alone has read: elements of whole rows, which are loaded before
+        anything is written, and once. A cut is loaded again, and so is a part of a long row.
+        """
+        found: dict[int, int] = {}
+        cuts = any(eqn.primitive.name in CUTS for eqn in self.region.body.eqns)
+        if cuts or self.geometry.chunks > 1:
+            return found
+        given = [i for i, may in enumerate(self.donated) if may]
+        for j, result in enumerate(self.region.results):
+            like = (i for i in given if self._is_alike(self.region.body.invars[i], result))
+            if (i := next(like, None)) is not None:
+                given.remove(i)
+                found[j] = i
+        return found
+
+    def _is_alike(self, operand: Var, result: Var) -> bool:
+        """Whether the elements of a result lie where those of an operand do, in rows of its own."""
+        lines = self.region.lines_of
+        if type_of(operand).dtype != type_of(result).dtype or lines(operand) != lines(result):
+            return False
+        place = self.laid_out[1][operand]
+        return place.inner is not None and place.order is None and all(place.strides)
 
     @property
     def turns(self) -> int:
@@ -171,13 +209,21 @@ class _Kernel:
         own = own.transpose([left.index(k) for k in kept if k is not None])
         return own.reshape([1 if k is None else region.sizes[k] for k in kept])
 
+    @cached_property
+    def order_of_operands(self) -> list[int]:
+        """The operands as the kernel has them: those that are written over come last."""
+        over = list(self.over.values())
+        return [*(i for i, _ in enumerate(self.region.body.invars) if i not in over), *over]
+
     def __call__(self, args: Sequence) -> tuple[list, Any]:
         """The results of rows; and what blocks leave of sums, `[groups, turns, numbers]`."""
         places = self.laid_out[1]
         ends = zip(self.region.body.invars, args, strict=True)
         given = [_as_it_lies(x, places[v]).reshape(-1) for v, x in ends]
         sizes = [
-            (math.prod(self.region.shape(v)), _in_memory(v.aval.dtype)) for v in self.region.results
+            (math.prod(self.region.shape(v)), _in_memory(v.aval.dtype))
+            for j, v in enumerate(self.region.results)
+            if j not in self.over
         ]
         if self.region.sums:
             sizes.append((self.blocks * self.sum_size, jnp.dtype(jnp.float32)))
@@ -188,12 +234,20 @@ class _Kernel:
             compiler_params=plgpu.CompilerParams(
                 # Nothing is in shared memory but what reductions leave there between barriers.
                 unsafe_no_auto_barriers=True,
+                approx_math=takes_own_functions(self.region),
                 lowering_semantics=plgpu.LoweringSemantics.Lane,
             ),
             **({"interpret": self.interpret} if self.interpret else {}),
         )  # fmt: skip
-        made = list(run(*given))
-        parts = made.pop() if self.region.sums else None
+        ins = [given[i] for i in self.order_of_operands]
+        kept = len(ins) - len(self.over)
+        new, written = in_place(partial(run, *ins[:kept]), *ins[kept:])
+        new, written = list(new), dict(zip(self.over, written, strict=True))
+        parts = new.pop() if self.region.sums else None
+        left = iter(new)
+        made = [
+            written[j] if j in written else next(left) for j, _ in enumerate(self.region.results)
+        ]
         if parts is not None:
             parts = parts.reshape(self.geometry.groups, self.turns, -1)
         results = [
@@ -204,8 +258,14 @@ class _Kernel:
 
     def _body(self, *refs):
         """What a block does."""
-        n, m = len(self.region.body.invars), len(self.region.results)
-        ins, outs, sums = refs[:n], refs[n : n + m], refs[n + m :]
+        order = self.order_of_operands
+        ins = dict(sorted(zip(order, refs[: len(order)], strict=True)))
+        new = iter(refs[len(order) :])
+        outs = [
+            ins[self.over[j]] if j in self.over else next(new)
+            for j, _ in enumerate(self.region.results)
+        ]
+        ins, sums = list(ins.values()), list(new)
         block = lax.axis_index("block")
         if not self.region.sums:
             self._row(ins, outs, block, None, [])
@@ -302,6 +362,8 @@ class _Kernel:
         tile = self._tile(ins, number, jnp.int32(0), {})
         for v, x in zip(self._loaded_ahead, loaded, strict=False):
             tile.loaded(v, x)
+        for v in (self.region.body.invars[i] for i in self.over.values()):
+            tile.loaded(v, tile.tile(tile.known[v][0]))
         for eqn in self.region.body.eqns:
             tile.run(eqn)
         self._write(tile, outs)
