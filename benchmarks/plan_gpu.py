@@ -224,7 +224,7 @@ def stages(model: llama.Config, length: int) -> None:
     done = time.perf_counter() - before
     print(f"F of stage 0: sent off in {1e3 * sent:.1f} ms, done after {1e3 * done:.1f}", flush=True)
     del once
-    split = planned.layout_of(row.axes, row.layout, row.schedule)
+    split = planned.layout_of(row.axes, row.layout, row.schedule, fused=model.fuse is not False)
     on, shape = plan.machine("H200", 2), plan.Model.of(model, length)
     told = work_of(shape, split, passes(shape, on, split, row.rows * length)).times
     taken = Times(*[[found[kind, stage] for stage in (0, 1)] for kind in "FB"], send=told.send)

@@ -116,9 +116,9 @@ def with_calls(call):
     """Two stages that call the host in their forward pass: with stage and microbatch."""
 
     def stage(w, x, batch):
-        at = lax.stop_gradient(w), batch["m"]
-        number = jax.pure_callback(call, jax.ShapeDtypeStruct((), jnp.float64), *at)
-        return x * jnp.where(w > 0, 2.0, 3.0) + 0 * number
+        at = [x.astype(jnp.int32) for x in (lax.stop_gradient(w), batch["m"])]
+        number = jax.pure_callback(call, jax.ShapeDtypeStruct((), jnp.int32), *at)
+        return x * jnp.where(w > 0, 2.0, 3.0) + number
 
     mesh = mesh_of(2)
     put = lambda x, *spec: jax.device_put(x, shardings(mesh, P(*spec)))
@@ -131,26 +131,27 @@ MS = np.array([0.0, 1.0])
 
 def test_a_program_that_waits_for_the_host_holds_up_its_own_rank_alone():
     """The second forward pass of one rank and the first one of the other wait for each other."""
-    both = threading.Barrier(2)
+    both, met = threading.Barrier(2), set()
 
     def call(stage, m):
         if stage + m == 1:
-            both.wait(timeout=20)
-        return np.float64(0)
+            met.add(both.wait(timeout=20))
+        return np.int32(0)
 
     loss, (_, shared) = jax.device_get(with_calls(call)())
     assert loss == shared == 6 * MS.sum()
+    assert met == {0, 1}
 
 
 def test_a_rank_that_fails_ends_the_run_for_all():
     def call(stage, m):
         if stage == 1:
             raise RuntimeError("no luck")
-        return np.float64(0)
+        return np.int32(0)
 
     with pytest.raises(Exception, match="no luck"):
         with_calls(call)()
-    with_calls(lambda stage, m: np.float64(0))()  # nor is a thread left that waits
+    with_calls(lambda stage, m: np.int32(0))()  # nor is a thread left that waits
 
 
 def test_mistakes_are_named():
