@@ -152,9 +152,10 @@ def test_no_branch_hands_on_what_stages_keep(make):
     """What passes through a branch may be copied, whether it works or not."""
     program, args, travels = deep(mesh_of(2), make)
     found = [site.eqn for site in walk(program.trace(*args).jaxpr)]
+    size = lambda aval: aval.size * aval.dtype.itemsize
     for eqn in found:
         if eqn.primitive.name == "cond":
-            assert sum(v.aval.size * v.aval.dtype.itemsize for v in eqn.outvars) <= travels
+            assert sum(size(v.aval) for v in eqn.outvars) <= travels
 
 
 @pytest.mark.slow
