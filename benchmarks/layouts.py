@@ -116,7 +116,8 @@ def heading() -> str:
 
 def predicted(row: Row, model: llama.Config, length: int) -> plan.Plan:
     """What the planner says of a row, in bfloat16."""
-    split = planned.layout_of(row.axes, row.layout, row.schedule)
+    fused = model.fuse is not False
+    split = planned.layout_of(row.axes, row.layout, row.schedule, fused=fused)
     split = replace(split, lockstep=row.schedule is not None and row.one_program)
     shape, on = plan.Model.of(model, length), plan.machine("H200", row.devices)
     return plan.predict(shape, on, split, row.rows * length, must_fit=False)

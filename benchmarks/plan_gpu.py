@@ -1,6 +1,7 @@
 """What a step of the examples takes on one and two H200s, beside what `xform.sharding.plan` said.
 
     python3 benchmarks/plan_gpu.py              # predictions, parts, then steps, in four minutes
+    python3 benchmarks/plan_gpu.py --stages     # on one GPU: the programs of the pipeline's stages
     python3 benchmarks/plan_gpu.py --tiny       # small shapes on virtual CPU devices: does it run?
 
 A step is that of examples/train.py, as layouts.py takes it. All predictions are printed before
@@ -18,6 +19,7 @@ import argparse
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -32,11 +34,23 @@ from jax import P  # noqa: E402
 
 import llama  # noqa: E402
 import parallel  # noqa: E402
-from benchmarks.layouts import BILLION, Row, heading, measured, predicted  # noqa: E402
+import pipelined  # noqa: E402
+import planned  # noqa: E402
+from benchmarks.layouts import BILLION, Row, batch, heading, measured, predicted  # noqa: E402
 from xform import causal, flex_attention  # noqa: E402
 from xform.sharding import cpu_devices, make_mesh, plan  # noqa: E402
-from xform.sharding.plan._compute import product  # noqa: E402
+from xform.sharding.pipeline import (  # noqa: E402
+    Action,
+    Times,
+    interleaved,
+    one_f_one_b,
+    per_stage,
+    simulate,
+)
+from xform.sharding.pipeline._greedy import in_turn  # noqa: E402
+from xform.sharding.plan._compute import passes, product  # noqa: E402
 from xform.sharding.plan._messages import Group, collective  # noqa: E402
+from xform.sharding.plan._time import work_of  # noqa: E402
 
 SMALL = llama.Config(codes=256, layers=4, width=64, heads=4, kv_heads=2, head_size=16, hidden=128)
 
@@ -173,12 +187,65 @@ def messages(size: int) -> None:
         )
 
 
+# ---- the stages of a pipeline --------------------------------------------------------------------
+
+
+def stages(model: llama.Config, length: int) -> None:
+    """Prints what both stages' programs take in turn on one GPU, and the step that makes.
+
+    One rank owns both stages, so that what each pass takes is measured without a second GPU; the
+    simulator makes a step of two ranks of that, which the planner's number stands beside.
+    """
+    row = next(row for row in ROWS if row.schedule)
+    schedule, mesh = interleaved(1, 2, 2), make_mesh(dp=1, pp=1, tp=1, devices=jax.devices()[:1])
+    specs = pipelined.specs_for(row.layout, model, mesh, schedule)
+    make = jax.jit(
+        partial(pipelined.first_params, model, schedule),
+        out_shardings=pipelined.placement(row.layout, model, mesh, schedule),
+    )
+    params = make(jax.random.key(0))
+    whole = batch(schedule.microbatches, length, model.codes)
+    at = jax.NamedSharding(mesh, P(None, *parallel.of_rows(mesh)))
+    rows = jax.tree.map(lambda x: jax.device_put(x[:, None], at), whole)
+    run = per_stage(
+        *pipelined.functions_of(row.layout, model, specs, "bf16"),
+        mesh=mesh, weights=specs["layers"], shared=pipelined.ends(specs), batch=at.spec,
+        enter=partial(pipelined.enter, layout=row.layout, specs=specs),
+    )  # fmt: skip
+    trees = params["layers"], pipelined.ends(params), rows
+    alone, found = in_turn(schedule, split=False), {}
+    for _ in range(3):  # the first compiles
+        found = run._start(alone, trees).timed(split=False)
+        print({f"{kind}{stage}": round(1e3 * s, 2) for (kind, stage), s in found.items()})
+    once, before = run._start(alone, trees), time.perf_counter()
+    once.do(Action("F", 0, 0))
+    sent = time.perf_counter() - before
+    jax.block_until_ready(list(once.held.values.values()))
+    done = time.perf_counter() - before
+    print(f"F of stage 0: sent off in {1e3 * sent:.1f} ms, done after {1e3 * done:.1f}", flush=True)
+    del once
+    split = planned.layout_of(row.axes, row.layout, row.schedule, fused=model.fuse is not False)
+    on, shape = plan.machine("H200", 2), plan.Model.of(model, length)
+    told = work_of(shape, split, passes(shape, on, split, row.rows * length)).times
+    taken = Times(*[[found[kind, stage] for stage in (0, 1)] for kind in "FB"], send=told.send)
+    pipe = one_f_one_b(2, row.microbatches or 1)
+    print(f"{'ms':16}{'F of stage 0':>14}{'1':>9}{'B of stage 0':>14}{'1':>9}{'pp=2, 1F1B':>12}")
+    for name, times in (("measured", taken), ("by the planner", told)):
+        each = [1e3 * times.of(Action(kind, stage, 0)) for kind in "FB" for stage in (0, 1)]
+        end = 1e3 * simulate(pipe, times).end
+        print(
+            f"{name:16}{each[0]:14.1f}{each[1]:9.1f}{each[2]:14.1f}{each[3]:9.1f}{end:12.1f}",
+            flush=True,
+        )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--skip-parts", action="store_true")
+    parser.add_argument("--stages", action="store_true")
     parser.add_argument("--seconds", type=float, default=170, help="after which no row begins")
     given, start = parser.parse_args(), time.perf_counter()
     if given.tiny:
@@ -186,7 +253,10 @@ def main() -> None:
         cpu_devices(2)
     print(heading())
     model, length = (SMALL, 128) if given.tiny else (BILLION, 8192)
-    table_of_steps(model, length, given, start)
+    if given.stages:
+        stages(model, length)
+    else:
+        table_of_steps(model, length, given, start)
     print(f"{time.perf_counter() - start:.0f} s in all")
 
 

@@ -7,8 +7,10 @@ from xform.sharding import plan
 from xform.sharding.pipeline import BUILDERS, Schedule
 
 
-def layout_of(axes: Mapping[str, int], layout: Layout, schedule: Schedule | None) -> plan.Layout:
-    """Returns what the planner calls it.
+def layout_of(
+    axes: Mapping[str, int], layout: Layout, schedule: Schedule | None, *, fused: bool = False
+) -> plan.Layout:
+    """Returns what the planner calls it; `fused`: with kernels between products, as on Hopper.
 
     Parameters are float32, and cast where they are used. Without `fsdp` gradients are summed once,
     after all else; with it, messages run beside layers, which are computed once more on the way
@@ -39,6 +41,6 @@ def layout_of(axes: Mapping[str, int], layout: Layout, schedule: Schedule | None
         zero=3 if layout.fsdp else 0,
         sequence=layout.sequence,
         recompute="full" if layout.fsdp else "none",
-        precision="policy",
+        precision="fused" if fused else "policy",
         overlap=beside,
     )

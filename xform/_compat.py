@@ -7,7 +7,7 @@ met in one file.
 import math
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 
 import jax
 import numpy as np
@@ -102,6 +102,24 @@ def scan_operands(eqn: JaxprEqn) -> tuple[int, int]:
     """Returns how many constants and how many carried values a scan has, before what it scans."""
     consts, carry, _ = eqn.params["ft_in"].unpack()  # 0.11.2, 0.12: before, two numbers
     return len(list(consts)), len(list(carry))
+
+
+def settings() -> Callable[[], AbstractContextManager[None]]:
+    """Returns a context in which another thread has the settings of JAX that this one has now.
+
+    Those are meant that a context manager sets, as `jax.enable_x64(True)`: a thread's own.
+    """
+    unset, states = config.config_ext.unset, config.config_states.values()  # 0.11, 0.12
+    mine = [(state, value) for state in states if (value := state.get_local()) is not unset]
+
+    @contextmanager
+    def same() -> Iterator[None]:
+        with ExitStack() as stack:
+            for state, value in mine:
+                stack.enter_context(state(value))
+            yield
+
+    return same
 
 
 def wait_at_barrier(name: str, seconds: float) -> None:

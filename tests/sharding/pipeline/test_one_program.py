@@ -24,6 +24,8 @@ from tests.sharding.pipeline.models import (
     stage_tp,
 )
 from tests.sharding.pipeline.tables import random_table, spelled_out
+from xform._hlo import compile_for, read
+from xform.jaxpr import walk
 from xform.sharding import make_mesh, settle, shardings
 from xform.sharding.pipeline import (
     Room,
@@ -127,6 +129,45 @@ def test_memory_and_size_do_not_grow_with_microbatches(make):
 
 def truth_inputs(stages: int, microbatches: int):
     return inputs(stages, microbatches), None
+
+
+def deep(mesh, make):
+    """A program whose stages keep much: eight layers' values, each of the size of what travels."""
+
+    def stage(w, x, batch):
+        return lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, w)[0]
+
+    of = lambda shape, *spec: jax.ShapeDtypeStruct(
+        shape, jnp.float32, sharding=shardings(mesh, P(*spec))
+    )
+    schedule = make(2, 4)
+    args = of((2, 8, 256, 256), "pp"), of(()), of((4, 2048, 256))
+    run = one_program(stage, lambda s, b: s * b, lambda s, y, b: jnp.sum(y), mesh=mesh)
+    program, args = run._ready(schedule, *args)
+    return program, args, args[-1].size  # bytes that travel: of four microbatches, four each
+
+
+@pytest.mark.parametrize("make", [one_f_one_b, zb_h1], ids=["1f1b", "zb_h1"])
+def test_no_branch_hands_on_what_stages_keep(make):
+    """What passes through a branch may be copied, whether it works or not."""
+    program, args, travels = deep(mesh_of(2), make)
+    found = [site.eqn for site in walk(program.trace(*args).jaxpr)]
+    size = lambda aval: aval.size * aval.dtype.itemsize
+    for eqn in found:
+        if eqn.primitive.name == "cond":
+            assert sum(size(v.aval) for v in eqn.outvars) <= travels
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("make", [one_f_one_b, zb_h1], ids=["1f1b", "zb_h1"])
+def test_an_idle_tick_moves_messages_alone(make):
+    """Of the program compiled for an H200: what runs in every tick, beside loops of one turn."""
+    pytest.importorskip("jax_plugins.xla_cuda13", reason="no compiler for an H200")
+    program, args, travels = deep(mesh_of(2), make)
+    kernels = read(compile_for("H200", program, *args)).kernels
+    idle = [k for k in kernels if k.trips == args[0].shape[0] and not k.loops]
+    assert len(idle) > 2
+    assert 2 * travels < sum(k.bytes for k in idle) < 32 * travels
 
 
 def test_rooms_are_what_tables_hold():

@@ -1,3 +1,6 @@
+import threading
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -107,6 +110,48 @@ def test_measured_times_tell_a_slow_stage():
     assert forward.min() > 0 < times.send
     assert forward[1] > 2 * forward.min()  # any of the others may have met a busy moment
     assert simulate(schedule, times).end > 3 * forward[1]
+
+
+def with_calls(call):
+    """Two stages that call the host in their forward pass: with stage and microbatch."""
+
+    def stage(w, x, batch):
+        at = [x.astype(jnp.int32) for x in (lax.stop_gradient(w), batch["m"])]
+        number = jax.pure_callback(call, jax.ShapeDtypeStruct((), jnp.int32), *at)
+        return x * jnp.where(w > 0, 2.0, 3.0) + number
+
+    mesh = mesh_of(2)
+    put = lambda x, *spec: jax.device_put(x, shardings(mesh, P(*spec)))
+    run = per_stage(stage, lambda s, b: s * b["m"], lambda s, y, b: y, mesh=mesh)
+    return partial(run, one_f_one_b(2, 2), put(np.arange(2.0), "pp"), put(1.0), {"m": put(MS)})
+
+
+MS = np.array([0.0, 1.0])
+
+
+def test_a_program_that_waits_for_the_host_holds_up_its_own_rank_alone():
+    """The second forward pass of one rank and the first one of the other wait for each other."""
+    both, met = threading.Barrier(2), set()
+
+    def call(stage, m):
+        if stage + m == 1:
+            met.add(both.wait(timeout=20))
+        return np.int32(0)
+
+    loss, (_, shared) = jax.device_get(with_calls(call)())
+    assert loss == shared == 6 * MS.sum()
+    assert met == {0, 1}
+
+
+def test_a_rank_that_fails_ends_the_run_for_all():
+    def call(stage, m):
+        if stage == 1:
+            raise RuntimeError("no luck")
+        return np.int32(0)
+
+    with pytest.raises(Exception, match="no luck"):
+        with_calls(call)()
+    with_calls(lambda stage, m: np.int32(0))()  # nor is a thread left that waits
 
 
 def test_mistakes_are_named():

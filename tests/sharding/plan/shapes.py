@@ -21,7 +21,7 @@ cases = lambda: st.fixed_dictionaries(
         "sequence": st.booleans(),
         "recompute": st.sampled_from(("none", "attention", "full")),
         "loss": st.sampled_from(("fused", "dense")),
-        "precision": st.sampled_from(("policy", "mixed", "mixed16")),
+        "precision": st.sampled_from(("policy", "fused", "mixed", "mixed16")),
         "overlap": st.sampled_from(((), ("dp",), ("dp", "pp"), ("dp", "pp", "tp", "cp"))),
     }
 )

@@ -1,9 +1,11 @@
 """A schedule run by a program for each pass, on a mesh for each rank.
 
-One process sends the actions off, in the order in which the simulator sees them begin; devices run
-them as their inputs come, so that no rank waits for another's slower action. Results travel from
-device to device. Values live between programs as arrays with a leading dim for the devices over
-which they differ, so that a type says the same inside a program and outside.
+One process sends the actions off, each rank's by a thread of its own, in the order of its row;
+devices run them as their inputs come, so that no rank waits for another's slower action. One thread
+for all would: a program with a branch, or with a loop whose turns are counted on the way, holds up
+who sends it off until its device comes there. Results travel from device to device. Values live
+between programs as arrays with a leading dim for the devices over which they differ, so that a type
+says the same inside a program and outside.
 
 What it costs more than `one_program` is time to send off, at every action, and a compilation for
 each rank.
@@ -13,6 +15,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -21,14 +24,15 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from xform._compat import settings
 from xform.sharding.mesh import settle
 from xform.sharding.pipeline._greedy import in_turn
+from xform.sharding.pipeline._mailbox import Closed, Mailbox
 from xform.sharding.pipeline._model import AXIS, Where, check_sizes, full_specs, of_floats
 from xform.sharding.pipeline._programs import Programs
 from xform.sharding.pipeline._schedule import Action, Schedule
-from xform.sharding.pipeline._simulate import simulate
 from xform.sharding.pipeline._ticks import is_split
-from xform.sharding.pipeline._times import UNIT, Times
+from xform.sharding.pipeline._times import Times
 from xform.sharding.pipeline._verify import verify
 
 
@@ -42,7 +46,6 @@ def per_stage(
     shared: Any = P(),
     batch: Any = P(),
     enter: Callable | None = None,
-    times: Times = UNIT,
 ) -> PerStage:
     """Returns a function that runs schedules with a program for each pass of a stage.
 
@@ -54,7 +57,6 @@ def per_stage(
       mesh: the mesh; its slices along `pp` run the stages.
       weights, shared, batch: specs, as for `one_program`.
       enter: what makes weights and shared ready, as for `one_program`.
-      times: what actions take, by which the order of sending them off is found.
 
     Raises:
       ValueError: the mesh has no axis `pp`.
@@ -71,15 +73,13 @@ def per_stage(
     >>> round(float(loss), 3), dw.shape, round(float(de), 3)
     (4.57, (1,), 2.52)
     """
-    return PerStage((stage, first, last), mesh, (weights, shared, batch), enter, times)
+    return PerStage((stage, first, last), mesh, (weights, shared, batch), enter)
 
 
 class PerStage:
     """Runs schedules; `per_stage` makes it."""
 
-    def __init__(
-        self, functions: tuple, mesh: Mesh, specs: tuple, enter: Callable | None, times: Times
-    ):
+    def __init__(self, functions: tuple, mesh: Mesh, specs: tuple, enter: Callable | None):
         if AXIS not in mesh.shape:
             raise ValueError(f"`per_stage` needs a mesh axis `{AXIS}`; found {mesh.axis_names}.")
         if {device.process_index for device in mesh.devices.flat} != {jax.process_index()}:
@@ -87,8 +87,7 @@ class PerStage:
                 "`per_stage` moves results between devices of one process, and the mesh has those "
                 "of others: `one_program` runs on them."
             )
-        self.functions, self.mesh, self.specs, self.times = functions, mesh, specs, times
-        self.enter = enter
+        self.functions, self.mesh, self.specs, self.enter = functions, mesh, specs, enter
         along = mesh.axis_names.index(AXIS)
         slices = np.split(mesh.devices, mesh.shape[AXIS], axis=along)
         self.meshes = [Mesh(part, mesh.axis_names, axis_types=mesh.axis_types) for part in slices]
@@ -100,7 +99,9 @@ class PerStage:
         Args and errors are those of `one_program`'s result, but that a stage may be on any rank.
         """
         trees = weights, shared, batch
-        return self._gathered(self._run(schedule, trees).finish(), trees)
+        run = self._start(schedule, trees)
+        run.all()
+        return self._gathered(run.finish(), trees)
 
     def measure(self, schedule: Schedule, weights, shared, batch) -> Times:
         """Returns what every stage's passes take, and a message: means, in seconds.
@@ -120,13 +121,6 @@ class PerStage:
             taken |= self._start(alone, trees).timed(split=split)
         of = lambda kind: [taken[kind, stage] for stage in range(schedule.stages)]
         return Times(of("F"), of("B"), of("I"), of("W"), taken.get(("send", 0), 0.0))
-
-    def _run(self, schedule: Schedule, trees: Sequence) -> _Run:
-        """Sends all actions off."""
-        run = self._start(schedule, trees)
-        for action in simulate(schedule, self.times).begun:
-            run.do(action)
-        return run
 
     def _start(self, schedule: Schedule, trees: Sequence) -> _Run:
         """A run of which nothing is sent off yet."""
@@ -193,8 +187,37 @@ class _Run:
     def __init__(self, schedule: Schedule, programs: Programs, meshes: Sequence[Mesh], parts):
         self.schedule, self.programs, self.meshes, self.parts = schedule, programs, meshes, parts
         self.ready = [(settle(programs.ready(*part[:2])), part[2]) for part in parts]
-        self.held: dict[tuple[str, int, int], Any] = {}
+        self.held = Mailbox()
+        # By this thread, before anything runs: what can't be compiled, or traced, fails here.
+        self.passes = [
+            programs.compiled(mesh, *ready, own)
+            for mesh, ready, own in zip(meshes, self.ready, schedule.stages_of, strict=True)
+        ]
         self.sums = [self._call("zero", rank, 0, 0)[0] for rank in range(schedule.ranks)]
+
+    def all(self) -> None:
+        """Sends all actions off."""
+        same = settings()
+
+        def row(cells: Sequence) -> None:
+            try:
+                with same():
+                    for action in (action for cell in cells for action in cell):
+                        self.do(action)
+                    jax.effects_barrier()  # each thread has its own: that all is printed, say
+            except BaseException:
+                self.held.close()  # nobody waits for what does not come
+                raise
+
+        with ThreadPoolExecutor(self.schedule.ranks) as threads:
+            try:
+                sent = [threads.submit(row, cells) for cells in self.schedule.rows]
+                errors = [one.exception() for one in sent]
+            finally:
+                self.held.close()
+        for error in errors:
+            if error and not isinstance(error, Closed):
+                raise error
 
     def timed(self, *, split: bool) -> dict[tuple[str, int], float]:
         """Runs everything, and returns the seconds of each kind of each stage, and of a message."""
@@ -208,16 +231,17 @@ class _Run:
             taken[kind, stage] = self._each(start)
             if stage == 0 < down[-1] and kind == "F":
                 mesh = self.meshes[self.schedule.rank_of[0]]
-                waiting = [self.held["x", 1, m] for m in range(self.schedule.microbatches)]
+                held = self.held.values
+                waiting = [held["x", 1, m] for m in range(self.schedule.microbatches)]
                 start = time.perf_counter()
-                self.held["back", 0, 0] = [self._moved(x, mesh) for x in waiting]
+                self.held.put("back", [self._moved(x, mesh) for x in waiting])
                 taken["send", 0] = self._each(start)
-                del self.held["back", 0, 0]
+                self.held.take("back")
         return taken
 
     def _each(self, start: float) -> float:
         """The seconds of a microbatch since the start."""
-        jax.block_until_ready((self.held, self.sums))
+        jax.block_until_ready((list(self.held.values.values()), self.sums))
         return (time.perf_counter() - start) / self.schedule.microbatches
 
     def do(self, action: Action) -> None:
@@ -227,21 +251,22 @@ class _Run:
         chunk, last = self.schedule.stages_of[rank].index(stage), self.schedule.stages - 1
         at = stage, m
         if kind == "F":
-            x = self.held.pop(("x", *at)) if stage else self._call("begin", rank, chunk, m)[0]
-            y, *self.held["kept", stage, m] = self._call("forward", rank, chunk, m, x)
+            x = self.held.take(("x", *at)) if stage else self._call("begin", rank, chunk, m)[0]
+            y, *kept = self._call("forward", rank, chunk, m, x)
+            self.held.put(("kept", *at), kept)
             self._send("g" if stage == last else "x", y, min(stage + 1, last), m)
         if kind in "BI":
-            g, kept = self.held.pop(("g", *at)), self.held.pop(("kept", *at))
+            g, kept = self.held.take(("g", *at)), self.held.take(("kept", *at))
             if stage == last:
                 (g,) = self._add("end", rank, chunk, m, g)
             dx, cross = self._add("backward", rank, chunk, m, *kept, g)
-            self.held["late", stage, m] = kept[1], cross
+            self.held.put(("late", *at), (kept[1], cross))
             if stage:
                 self._send("g", dx, stage - 1, m)
             else:
                 self._add("begin_gradient", rank, chunk, m, dx)
         if kind in "BW":
-            late = self.held.pop(("late", *at))
+            late = self.held.take(("late", *at))
             if self.programs.model.split:
                 self._add("weights", rank, chunk, m, *late)
 
@@ -268,13 +293,12 @@ class _Run:
         ]
 
     def _call(self, name: str, rank: int, chunk: int, m: int, *values) -> list:
-        program, own = self.programs[name], self.schedule.stages_of[rank]
-        where = Where(np.int32(own[chunk] if own else 0), np.int32(chunk))
-        return settle(program(*self.ready[rank], np.int32(m), where, *values))
+        where = Where(np.int32(self.schedule.stages_of[rank][chunk]), np.int32(chunk))
+        return settle(self.passes[rank][name](*self.ready[rank], np.int32(m), where, *values))
 
     def _send(self, what: str, values: list, stage: int, m: int) -> None:
         there = self.meshes[self.schedule.rank_of[stage]]
-        self.held[what, stage, m] = self._moved(values, there)
+        self.held.put((what, stage, m), self._moved(values, there))
 
     def _moved(self, tree, mesh: Mesh) -> Any:
         """The arrays, laid out in the same way on another rank."""

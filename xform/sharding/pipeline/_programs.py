@@ -6,18 +6,22 @@ that a type says the same inside a program and outside.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import jax
+import numpy as np
 from jax import lax
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from xform._compat import varying_axes
 from xform.sharding.pipeline._model import (
     AXIS,
     Model,
+    Where,
     check_shards,
     entered,
     full_specs,
@@ -48,6 +52,8 @@ class Programs:
         self.sums_tree: Any = None
         self.ready_tree: Any = None
         self._jitted: dict[str, Any] = {}
+        self._compiled: dict[tuple[str, Mesh], Any] = {}
+        self._last = schedule.stages - 1
         self._look(functions, part, schedule)
 
     def _look(self, functions: tuple, part: Sequence, schedule: Schedule) -> None:
@@ -69,11 +75,38 @@ class Programs:
         mapped = jax.shard_map(look, mesh=self.mesh, in_specs=tuple(self.specs), out_specs=())
         jax.make_jaxpr(mapped)(*part)
 
-    def __getitem__(self, name: str) -> Callable:
+    def __getitem__(self, name: str) -> Any:
         """A pass as a program: of what is ready, batch, microbatch, stage and values to values."""
         if name not in self._jitted:
             self._jitted[name] = self._jit(*_PASSES[name])
         return self._jitted[name]
+
+    def compiled(self, mesh: Mesh, ready: Any, batch: Any, own: Sequence[int]) -> dict[str, Any]:
+        """The passes that a rank with these stages runs, compiled for its devices."""
+        number = np.int32(0)
+        for name in self._of(own):
+            if (name, mesh) not in self._compiled:
+                values = [self._shapes(what, mesh) for what in _PASSES[name][1]]
+                lowered = self[name].lower(ready, batch, number, Where(number, number), *values)
+                self._compiled[name, mesh] = lowered.compile()
+        return {name: self._compiled[name, mesh] for name in self._of(own)}
+
+    def _of(self, own: Sequence[int]) -> list[str]:
+        """The names of the passes of these stages."""
+        names = ["zero", "forward", "backward"]
+        names += ["begin", "begin_gradient"] if 0 in own else []
+        names += ["end"] if self._last in own else []
+        return names + ["weights"] * self.model.split
+
+    def _shapes(self, name: str, mesh: Mesh) -> list[jax.ShapeDtypeStruct]:
+        """Values between programs on a mesh: types with the leading dim, and where they are."""
+
+        def of(t, spec: P):
+            count = math.prod(mesh.shape[axis] for axis in varying_axes(t))
+            at = NamedSharding(mesh, spec)
+            return jax.ShapeDtypeStruct((count, *t.shape), t.dtype, sharding=at)
+
+        return [of(*pair) for pair in zip(self.types[name], self.specs_of(name), strict=True)]
 
     def ready(self, weights, shared) -> Any:
         """What passes read of a rank's arrays: these, or what `enter` makes of them."""

@@ -37,7 +37,6 @@ class Timeline:
       bars: its actions in time, rank by rank.
       lockstep: whether ranks advance in ticks, as one program does, or each on its own.
       end: when the last is done, messages counted.
-      begun: the actions as they begin, each after what it needs.
       starts: of ticks, where there are any.
     """
 
@@ -45,7 +44,6 @@ class Timeline:
     bars: tuple[Bar, ...]
     lockstep: bool
     end: float
-    begun: tuple[Action, ...]
     starts: tuple[float, ...] = ()
 
     @property
@@ -112,35 +110,27 @@ def _asynchronous(schedule: Schedule, times: Times) -> Timeline:
     ends: dict[Action, tuple[float, int]] = {}
     clocks = [0.0] * schedule.ranks
     bars: list[list[Bar]] = [[] for _ in range(schedule.ranks)]
-    placed: list[Bar] = []
     for rank, _, cell in run(schedule, order):
         outside = [ends[need] for a in cell for need in order.needs(a) if need not in cell]
         start = max([clocks[rank], *(end + times.send * (at != rank) for end, at in outside)])
         _place(bars[rank], rank, start, cell, times)
-        placed += bars[rank][-len(cell) :]
         clocks[rank] = bars[rank][-1].end
         ends.update(dict.fromkeys(cell, (clocks[rank], rank)))
     every = tuple(bar for row in bars for bar in row)
-    return Timeline(schedule, every, False, max(clocks), _begun(placed))
+    return Timeline(schedule, every, False, max(clocks))
 
 
 def _lockstep(schedule: Schedule, times: Times) -> Timeline:
     bars: list[list[Bar]] = [[] for _ in range(schedule.ranks)]
     times = replace(times, overlap=1.0)  # what shares a tick does not share its time
-    now, starts, placed, filled = 0.0, [], [], ticks(schedule, times)
+    now, starts, filled = 0.0, [], ticks(schedule, times)
     for tick, length in zip(filled, lengths(filled, times), strict=True):
         starts.append(now)
         for rank, cell in enumerate(tick):
             _place(bars[rank], rank, now, cell, times)
-            placed += bars[rank][-len(cell) :] if cell else []
         now += length
     every = tuple(bar for row in bars for bar in row)
-    return Timeline(schedule, every, True, now, _begun(placed), tuple(starts))
-
-
-def _begun(placed: list[Bar]) -> tuple[Action, ...]:
-    """In the order of their starts; those of one time as they were placed, after what they need."""
-    return tuple(bar.action for bar in sorted(placed, key=lambda bar: bar.start))
+    return Timeline(schedule, every, True, now, tuple(starts))
 
 
 def _place(bars: list[Bar], rank: int, start: float, cell: Sequence[Action], times: Times) -> None:

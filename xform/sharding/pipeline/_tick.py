@@ -1,8 +1,11 @@
-"""What one program does in a tick: three slots, each behind a branch, and messages between them.
+"""What one program does in a tick: three slots, each of which a rank fills or not, and messages.
 
-Ranks may take different branches, since their predicates vary over the pipeline's axis; collectives
-over other axes may stand inside them, since all members of such a group take the same one. A
-branch gets the slot of a buffer and gives the new one back, so that an idle one costs no memory.
+Ranks may differ in what they fill, since flags vary over the pipeline's axis; collectives over
+other axes may stand inside, since all members of such a group do the same.
+
+A slot is a loop of one turn or none, and its buffers and sums are what the loop carries: XLA lets a
+loop change these where they lie. What passes through a `lax.cond` it copies, and what a stage keeps
+of a microbatch may be gigabytes. So a slot that is not filled moves nothing.
 """
 
 from __future__ import annotations
@@ -54,21 +57,22 @@ def tick(model: Model, state: State, numbers, send: Callable) -> State:
 
 
 def _forward(model: Model, buffers: dict[str, list], now: dict[str, Any]) -> list:
-    """Slot F."""
+    """Slot F: what it gives; it changes the buffers."""
     m = now["f_batch"]
-    waiting = _get(buffers, "x", now["f_x"])
-    begins = now["f"] * now["f_first"] > 0
-    x = lax.cond(begins, lambda _: model.begin(m), lambda x: x, waiting)
-    kept = _get(buffers, "early", now["f_early"]), _get(buffers, "late", now["f_late"])
-    y, (early, late) = lax.cond(
-        now["f"] > 0,
-        lambda x, _: model.forward(_where(now, "f"), m, x),
-        lambda _, kept: ([zeros(t) for t in model.x], kept),
-        x,
-        kept,
-    )
-    _put(buffers, "early", now["f_early"], early)
-    _put(buffers, "late", now["f_late"], late)
+
+    def work(y, own):
+        del y
+        waiting = _get(buffers, "x", now["f_x"])
+        x = lax.cond(now["f_first"] > 0, lambda _: model.begin(m), lambda x: x, waiting)
+        y, (early, late) = model.forward(_where(now, "f"), m, x)
+        own = dict(own)
+        _put(own, "early", now["f_early"], early)
+        _put(own, "late", now["f_late"], late)
+        return y, own
+
+    own = {name: buffers[name] for name in ("early", "late")}
+    y, own = _if(now["f"], work, [zeros(t) for t in model.x], own)
+    buffers.update(own)
     # The last stage's output waits where others await their cotangent, for the loss.
     _put(buffers, "g", now["f_g"], y, now["f"] * now["f_last"])
     return y
@@ -79,30 +83,21 @@ def _backward(
 ) -> tuple[list, dict[str, Any]]:
     """Slot B or I, with the loss before it on the last stage, and the model's begin after it."""
     m = now["i_batch"]
-    waiting = _get(buffers, "g", now["i_g"])
-    # A branch is given no sum that it does not add to: what passes through one may be copied.
-    g, sums = _when(
-        now["i"] * now["i_last"],
-        lambda y, sums: model.end(m, y, sums),
-        lambda y, sums: (y, sums),
-        waiting, sums, ("shared", "loss"),
-    )  # fmt: skip
-    kept = _get(buffers, "early", now["i_early"]), _get(buffers, "late", now["i_late"])
-    crossing = _get(buffers, "cross", now["i_cross"])
 
-    def work(given, sums):
-        dx, crossing, sums = model.backward(_where(now, "i"), m, kept, given[0], sums)
-        return (dx, crossing), sums
+    def work(dx, own, sums):
+        del dx
+        g = _get(buffers, "g", now["i_g"])
+        g, sums = _if(now["i_last"], lambda y, sums: model.end(m, y, sums), g, sums)
+        kept = _get(buffers, "early", now["i_early"]), _get(buffers, "late", now["i_late"])
+        dx, crossing, sums = model.backward(_where(now, "i"), m, kept, g, sums)
+        own = dict(own)
+        _put(own, "cross", now["i_cross"], crossing)
+        (sums,) = _if(now["i_first"], lambda sums: (model.begin_gradient(m, dx, sums),), sums)
+        return dx, own, sums
 
-    idle = lambda given, sums: (([zeros(t) for t in model.x], given[1]), sums)
-    (dx, crossing), sums = _when(now["i"], work, idle, (g, crossing), sums, ("weights",))
-    _put(buffers, "cross", now["i_cross"], crossing)
-    _, sums = _when(
-        now["i"] * now["i_first"],
-        lambda _, sums: ((), model.begin_gradient(m, dx, sums)),
-        lambda _, sums: ((), sums),
-        (), sums, ("shared",),
-    )  # fmt: skip
+    own = {"cross": buffers["cross"]}
+    dx, own, sums = _if(now["i"], work, [zeros(t) for t in model.x], own, sums)
+    buffers.update(own)
     return dx, sums
 
 
@@ -110,20 +105,18 @@ def _weight_gradient(
     model: Model, buffers: dict[str, list], now: dict[str, Any], sums: dict[str, Any]
 ) -> dict[str, Any]:
     """Slot W."""
-    late, crossing = _get(buffers, "late", now["w_late"]), _get(buffers, "cross", now["w_cross"])
 
-    def work(_, sums):
-        m = now["w_batch"]
-        return (), model.weight_gradient(_where(now, "w"), m, late, crossing, sums)
+    def work(sums):
+        late, crossing = (_get(buffers, name, now[f"w_{name}"]) for name in ("late", "cross"))
+        where = _where(now, "w")
+        return (model.weight_gradient(where, now["w_batch"], late, crossing, sums),)
 
-    return _when(now["w"], work, lambda _, sums: ((), sums), (), sums, ("weights",))[1]
+    return _if(now["w"], work, sums)[0]
 
 
-def _when(flag, work: Callable, idle: Callable, given, sums: dict[str, Any], names: Sequence[str]):
-    """`lax.cond` of branches that also take some of the sums and give them back."""
-    some = {name: sums[name] for name in names}
-    out, some = lax.cond(flag > 0, work, idle, given, some)
-    return out, sums | some
+def _if(flag, work: Callable, *given) -> tuple:
+    """What `work` makes of what is given, or the same where the flag says no."""
+    return lax.fori_loop(0, flag, lambda _, given: work(*given), given)
 
 
 def _where(now: dict[str, Any], slot: str) -> Where:

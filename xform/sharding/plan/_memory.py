@@ -17,6 +17,9 @@ from xform.sharding.plan._model import Model
 from xform.sharding.plan._precision import PRECISIONS, Stream
 from xform.sharding.plan._time import layers_of_rank, parameters_of_rank, stages_of
 
+# Schedules that make backward passes in two parts.
+SPLIT = ("zb-h1", "zb-v", "dualpipe-v")
+
 
 @dataclass(frozen=True)
 class Memory:
@@ -69,7 +72,10 @@ def memory(model: Model, layout: Layout, tokens: int, in_flight: tuple[int, ...]
 def _of_rank(model: Model, layout: Layout, tokens: int, rank: int, each: tuple[int, int]) -> Memory:
     layers, in_flight = each
     how, data = PRECISIONS[layout.precision], layout.group("data").size
+    own = layers * model.of_layer / layout.tp
     numbers = parameters_of_rank(model, layout, rank)
+    if layout.lockstep:  # one program's ends are on every rank
+        numbers = own + sum(model.of_ends) / layout.tp
     share = lambda stage: numbers / (data if layout.zero >= stage else 1)
     n = tokens_of(model, layout, tokens)
     copies = BYTES * layers * sum(p.size for p in model.products) / layout.tp
@@ -77,13 +83,19 @@ def _of_rank(model: Model, layout: Layout, tokens: int, rank: int, each: tuple[i
     # Stages of a rank are in flight about as often as each other.
     a_pass = kept(model, layout) * n * layers / layout.virtual
     workspace = _workspace(model, layout, n, layout.stages - 1 in stages_of(layout)[rank])
-    if layout.lockstep:  # a tick's forward pass hands over a whole stage's, its backward takes one
-        workspace += 2 * a_pass
+    crossing = 0
+    if layout.lockstep:
+        # What a stage keeps is taken out of its slot; sums, that the results are made of; and where
+        # they are not made apart, all gradients of a stage, before they are added up.
+        split = layout.schedule in SPLIT
+        workspace += a_pass + how.gradient * (share(2) + (0 if split else own / layout.virtual))
+        outs = BYTES * sum(p.outer for p in model.products) / layout.tp
+        crossing = outs * n * layers / layout.virtual if split else 0
     return Memory(
         parameters=how.parameter * share(3),
         gradients=how.gradient * share(2),
         optimizer=how.optimizer * share(1),
-        activations=a_pass * in_flight + (copies if casts else 0),
+        activations=(a_pass + crossing) * in_flight + (copies if casts else 0),
         workspace=workspace,
     )
 

@@ -93,6 +93,18 @@ PRECISIONS = {
         backward=Stream(width=32, opens=4, heads=16, keys=10, hidden=9, gate=5),
         kernels=(80, 160),
     ),
+    # The same with kernels of `fuse` between products, as the examples train on Hopper: the stream
+    # is 16 bits, both norms keep it and what products read, and the gate keeps three values. Loops
+    # are read off a stage's programs; of their kernels backward the number is about right.
+    "fused": Precision(
+        4, 8, 4, 4, 4, True,
+        kept=Stream(width=4, opens=4, heads=8, keys=2, hidden=4, gate=2, rows=8),
+        ring=Stream(0, 0, heads=2, keys=6, hidden=0),
+        stacked=4,
+        forward=Stream(width=34, opens=0, heads=14, keys=6, hidden=4, gate=2),
+        backward=Stream(width=42, opens=0, heads=22, keys=4, hidden=6, gate=4),
+        kernels=(48, 90),
+    ),
     "mixed": _MIXED,
     # The same with gradients kept in float32 and sent in 16 bits (Megatron).
     "mixed16": _MIXED._replace(sent=2),
