@@ -24,6 +24,7 @@ from functools import cached_property
 from xform._attention_cost import attention_program
 from xform._compat import Jaxpr, weakref_lru_cache
 from xform._expand import Made
+from xform._heap import Life, heap_size
 from xform._library import LIBRARY, by_element, flattens, hand_over, makes_matrix, reordered
 from xform._masked import MASKED
 from xform._program import VIEWS, Node, Region, Value, merge, own_inputs, program, prune
@@ -331,7 +332,13 @@ class Plan:
             return Peak()
         live = [span.at(at) for span in heap if span.start <= at <= span.end]
         inside = passing.get(at, Peak())
-        return Peak(best, [*live, *inside.live], inside.node or nodes[max(at, 0)])
+        lives = [Life(span.bytes, span.start, span.end) for span in heap]
+        for i, found in passing.items():  # each array of a body has a place of its own
+            pieces = list(map(self.bytes, found.live))
+            pieces.append(found.bytes - sum(pieces))
+            lives += [Life(size, i, i) for size in pieces if size > 0]
+        most = heap_size(lives, best)
+        return Peak(most, [*live, *inside.live], inside.node or nodes[max(at, 0)])
 
     def held(self) -> list[int]:
         """What is held at each node beside arguments and results."""
