@@ -102,6 +102,10 @@ class _Span:
     end: int
     values: list[tuple[int, Value]]
 
+    def life(self) -> Life:
+        """From when to when a heap has to hold it."""
+        return Life(self.bytes, self.start, self.end, tuple(i for i, _ in self.values[1:]))
+
     def at(self, i: int) -> Value:
         """What it holds at a node."""
         return next(v for start, v in reversed(self.values) if start <= i)
@@ -134,7 +138,7 @@ class Plan:
         self.again: dict[Value, frozenset] = {}
         self.kept = self._kept()
         self.leaves = self._leaves()
-        self.bent = self._bent() if cpu else {}
+        self.bent = self._bent()
         if eager:
             self.region = self._early()
 
@@ -332,7 +336,7 @@ class Plan:
             return Peak()
         live = [span.at(at) for span in heap if span.start <= at <= span.end]
         inside = passing.get(at, Peak())
-        lives = [Life(span.bytes, span.start, span.end) for span in heap]
+        lives = [span.life() for span in heap]
         for i, found in passing.items():  # each array of a body has a place of its own
             pieces = list(map(self.bytes, found.live))
             pieces.append(found.bytes - sum(pieces))
@@ -396,7 +400,8 @@ class Plan:
     def _written_over(self, node: Node, result: int, spans: Sequence[_Span]) -> _Span | None:
         """Of memory that is read for the last time, the first that a node's result takes over."""
         leaves = {x for may in _overwritten(node, result) for x in self.reads(node, may)}
-        leaves -= self.bent.get(node.outs[result], frozenset())
+        if self.cpu:
+            leaves -= self.bent.get(node.outs[result], frozenset())
         return next((span for span in spans if span.values[-1][1] in leaves), None)
 
     def _in_carry(self, last: Mapping[Value, int]) -> set[Value]:
@@ -415,7 +420,9 @@ class Plan:
             if after.node is None or self.bytes(before) != self.bytes(after):
                 continue
             i = made[after]
-            if last.get(before, -1) < i + bool(_overwritten(self.region.nodes[i], 0)):
+            node = self.region.nodes[i]
+            elsewhere = _fusible(node) and before in self.bent.get(after, ())
+            if last.get(before, -1) < i + (bool(_overwritten(node, 0)) and not elsewhere):
                 found.add(after)
         return found
 

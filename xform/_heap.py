@@ -18,11 +18,12 @@ _SMALL = 2**-10
 
 
 class Life(NamedTuple):
-    """One buffer, from the first to the last node that needs it."""
+    """One buffer, from the first to the last node that needs it, and which write over it."""
 
     bytes: int
     start: int
     end: int
+    written: tuple[int, ...] = ()
 
 
 def heap_size(lives: Sequence[Life], least: int) -> int:
@@ -31,7 +32,9 @@ def heap_size(lives: Sequence[Life], least: int) -> int:
     large = [life for life in counted if life.bytes > _SMALL * least]
     if not large:
         return least
-    sizes, starts, ends = (np.array(column) for column in zip(*large, strict=True))
+    sizes, starts, ends = (
+        np.array(column) for column in zip(*(life[:3] for life in large), strict=True)
+    )
     lengths = ends - starts
     best = 0
     for order in (np.lexsort((-lengths, -sizes)), np.lexsort((-sizes, -lengths))):
@@ -46,12 +49,12 @@ def _by_events(lives: Sequence[Life]) -> list[Life]:
     """The same, with events in place of nodes, whose results begin before their operands end."""
     events: list[tuple[int, int, int]] = []
     for k, life in enumerate(lives):
-        events.append((life.start, 0, k))
+        events += [(at, 0, k) for at in (life.start, *life.written)]
         events.append((life.end, 1, k))
-    times: list[list[int]] = [[0, 0] for _ in lives]
-    for tick, (_, ends, k) in enumerate(sorted(events)):
-        times[k][ends] = tick
-    return [Life(life.bytes, *time) for life, time in zip(lives, times, strict=True)]
+    found = [Life(life.bytes, len(events), 0) for life in lives]
+    for tick, (_, _, k) in enumerate(sorted(events)):
+        found[k] = Life(found[k].bytes, min(tick, found[k].start), tick)
+    return found
 
 
 def _best_fit(sizes: np.ndarray, starts: np.ndarray, ends: np.ndarray) -> int:
@@ -59,7 +62,7 @@ def _best_fit(sizes: np.ndarray, starts: np.ndarray, ends: np.ndarray) -> int:
     offsets = np.zeros_like(sizes)
     for i, size in enumerate(sizes):
         beside = np.flatnonzero((starts[:i] < ends[i]) & (ends[:i] > starts[i]))
-        offsets[i] = _gap(offsets[beside], sizes[beside], size)
+        offsets[i] = _gap(offsets[beside], sizes[beside], int(size))
     return int(np.max(offsets + sizes, initial=0))
 
 

@@ -60,7 +60,7 @@ class Memory:
       peak: the most that is allocated at once: arguments, results and all between.
       arguments, outputs: of these.
       donated: the part of the arguments whose memory results take over.
-      at_peak: what exists at the peak, the largest first.
+      at_peak: what exists at the peak, the largest first; less than it where a heap leaves gaps.
       peak_line: where the peak is.
       residuals: what the forward pass leaves for the backward, the largest first, with the line
         that made it; of a scan, stacked over its iterations.
