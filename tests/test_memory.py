@@ -413,9 +413,6 @@ PARTS = {
         jax.grad(lambda *qkv: (grouped(*qkv) ** 2).sum(), (0, 1, 2)), *GROUPED,
     ),
     "attention of groups": (lambda *qkv: (grouped(*qkv) ** 2).mean(), *GROUPED),
-    "attention of groups": (
-        lambda *qkv: (grouped(*qkv) ** 2).mean(), f32(2, 128, 2, 4, 32), *[f32(2, 128, 2, 32)] * 2,
-    ),
     "chain": (chain, [f32(5, 64, 64)] * 4, f32(16, 256, 64)),
     "equations": (jnp.linalg.solve, f32(256, 256), f32(256, 32)),
     "sum of products": (
