@@ -336,13 +336,17 @@ class Plan:
             return Peak()
         live = [span.at(at) for span in heap if span.start <= at <= span.end]
         inside = passing.get(at, Peak())
+        most = heap_size(self._lives(heap, passing), best) if self.cpu else best
+        return Peak(most, [*live, *inside.live], inside.node or nodes[max(at, 0)])
+
+    def _lives(self, heap: Iterable[_Span], passing: Mapping[int, Peak]) -> list[Life]:
+        """All that a heap holds: each array of a body has a place of its own while it runs."""
         lives = [span.life() for span in heap]
-        for i, found in passing.items():  # each array of a body has a place of its own
+        for i, found in passing.items():
             pieces = list(map(self.bytes, found.live))
             pieces.append(found.bytes - sum(pieces))
             lives += [Life(size, i, i) for size in pieces if size > 0]
-        most = heap_size(lives, best)
-        return Peak(most, [*live, *inside.live], inside.node or nodes[max(at, 0)])
+        return lives
 
     def held(self) -> list[int]:
         """What is held at each node beside arguments and results."""
