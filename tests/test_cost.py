@@ -402,6 +402,11 @@ COLLECTIVES = {
     "one pair": (lambda x: jax.lax.ppermute(x, "dp", [(0, 1)]), {"dp": 8}),
     "all_to_all": (lambda x: jax.lax.all_to_all(x, "dp", 0, 0, tiled=True), {"dp": 24}),
     "gather over both": (lambda x: jax.lax.all_gather(x, ("dp", "tp")), {"dp": 96, "tp": 128}),
+    "broadcast": (lambda x: jax.lax.pbroadcast(x, ("dp",), 0), {"dp": 24}),
+    "ragged parts": (
+        lambda x: jax.lax.ragged_all_to_all(x, x, *jnp.ones((4, 4), jnp.int32), axis_name="dp"),
+        {"dp": 24},
+    ),
 }
 
 
@@ -426,6 +431,36 @@ product = pl.pallas_call(
     out_specs=pl.BlockSpec((8, 8), lambda i, j: (i, j)),
     out_shape=jax.ShapeDtypeStruct((32, 32), jnp.float32),
 )
+
+
+def test_sum_over_a_vmapped_axis_too_is_made_before_anything_is_sent():
+    def f(x):
+        return jax.vmap(lambda y: jax.lax.psum(y, ("dp", "i")), axis_name="i")(x)
+
+    g = jax.shard_map(f, mesh=mesh(), in_specs=P(), out_specs=P(), check_vma=False)
+    each = counted(g, f32(5, 8)).per_device
+    assert each.collective_bytes == {"dp": 48}
+    assert each.other == 4 * 8 + 8 * 3 // 4
+    alone = jax.vmap(lambda y: jax.lax.psum(y, "i"), axis_name="i")
+    assert counted(alone, f32(5, 8)).flops == 4 * 8
+
+
+def test_what_is_no_floating_point_number_is_summed_for_nothing():
+    g = jax.shard_map(
+        lambda x: jax.lax.psum(x, "dp"), mesh=mesh(), in_specs=P(), out_specs=P(), check_vma=False
+    )
+    flops = [counted(g, S((8,), t)).per_device.flops for t in (jnp.int32, jnp.float32, "complex64")]
+    assert flops == [0, 6, 12]
+
+
+def test_elements_of_four_bits_lie_two_in_a_byte():
+    x = S((5, 64), jnp.int4)
+    assert counted(lambda x: x + x, x).bytes == 2 * 5 * 64 // 2
+
+
+def test_nothing_is_reduced_for_nothing():
+    f = lambda x: jax.lax.reduce(x, 1.0, lambda a, b: a * b + 1, (0,))
+    assert counted(f, f32(0, 5)).flops == 0
 
 
 def test_kernel_counts_its_body_at_each_point_of_its_grid():

@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 import llama
 from xform import causal, flex_attention, memory
 from xform._buffers import Plan
+from xform._heap import Life, heap_size
 from xform._hlo import compile_for
 from xform._program import merge, program, prune
 from xform._split import GPUS, Product, parts
@@ -357,12 +358,31 @@ def messages(ws, x, senders, receivers):
     return (x**2).mean()
 
 
+def stencil(u):
+    """Neighbours of each place, which can't be read from what is written over."""
+
+    def step(u, _):
+        return u + 0.1 * (jnp.roll(u, 1, 0) + jnp.roll(u, -1, 0) - 2 * u), None
+
+    return jax.lax.scan(step, u, None, length=20)[0]
+
+
+def chain(ws, x):
+    """A chain of arrays of one size, of which a third stands where two live."""
+    for w in ws:
+        x = jax.nn.gelu(jax.lax.conv_general_dilated(
+            x, w, (1,), "SAME", dimension_numbers=("NWC", "WIO", "NWC")
+        ))  # fmt: skip
+    return (x**2).mean()
+
+
 def grouped(q, k, v):
     """Attention of several queries to one key, whose weights have two dims beside the keys'."""
     a = jax.nn.softmax(jnp.einsum("btkgd,bskd->bkgts", q, k))
     return jnp.einsum("bkgts,bskd->btkgd", a, v)
 
 
+GROUPED = f32(2, 128, 2, 4, 32), *[f32(2, 128, 2, 32)] * 2
 PARTS = {
     "remat, unrolled": (jax.grad(unrolled_again), [f32(512, 512)] * 8, f32(2048, 512)),
     "random numbers": (lambda k: jax.random.normal(k, (512, 512)), jax.random.key(0)),
@@ -390,9 +410,10 @@ PARTS = {
     ),
     "softmax gradient": (jax.grad(lambda x: (jax.nn.softmax(x) ** 2).sum()), f32(512, 1024)),
     "grouped attention": (
-        jax.grad(lambda *qkv: (grouped(*qkv) ** 2).sum(), (0, 1, 2)),
-        f32(2, 128, 2, 4, 32), *[f32(2, 128, 2, 32)] * 2,
+        jax.grad(lambda *qkv: (grouped(*qkv) ** 2).sum(), (0, 1, 2)), *GROUPED,
     ),
+    "attention of groups": (lambda *qkv: (grouped(*qkv) ** 2).mean(), *GROUPED),
+    "chain": (chain, [f32(5, 64, 64)] * 4, f32(16, 256, 64)),
     "equations": (jnp.linalg.solve, f32(256, 256), f32(256, 32)),
     "sum of products": (
         jax.grad(lambda a, w, x: (jax.nn.gelu(x @ w + (x @ a) @ a.T) ** 2).mean()),
@@ -439,6 +460,13 @@ def test_a_gpus_convolution_takes_its_bias_and_relu():
     assert one <= report.temporaries < 2.5 * one
 
 
+def test_a_stencil_does_not_write_over_what_it_reads():
+    u = f32(512, 512)
+    found = jax.jit(stencil).lower(u).compile().memory_analysis()
+    said = memory(stencil, device="cpu")(u)
+    assert said.temporaries == pytest.approx(found.temp_size_in_bytes, rel=0.1) == 4 * u.size
+
+
 @pytest.mark.parametrize("device", ["cpu", "H200"])
 def test_what_a_scan_stacks_and_nothing_needs_takes_no_memory(device):
     def both(w, x):
@@ -466,6 +494,17 @@ def test_a_gpu_masks_the_rows_of_all_ragged_products_of_a_layer_at_once():
 )
 def test_sums_are_split_as_a_gpus_compiler_splits_them(m, n, k, number):
     assert parts(Product(1, m, n, k, 4, 4, 4, 4), GPUS["H200"]) == number
+
+
+def test_best_fit_leaves_gaps():
+    """Of a chain the ends live longest, by events, and take one place; the middle needs two more.
+
+    What the first reads and the last reads besides ends with them, small as it is.
+    """
+    chain = [Life(8, i, i + 1) for i in range(1, 5)]
+    beside = [Life(1, 0, 1), Life(1, 0, 1), Life(1, 0, 5), Life(1, 5, 6)]
+    assert heap_size(chain, 16) == 16
+    assert heap_size([*beside, *chain], 17) == 25
 
 
 def test_peak_is_the_sum_of_what_is_listed_there():

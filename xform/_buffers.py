@@ -24,6 +24,7 @@ from functools import cached_property
 from xform._attention_cost import attention_program
 from xform._compat import Jaxpr, weakref_lru_cache
 from xform._expand import Made
+from xform._heap import Life, heap_size
 from xform._library import LIBRARY, by_element, flattens, hand_over, makes_matrix, reordered
 from xform._masked import MASKED
 from xform._program import VIEWS, Node, Region, Value, merge, own_inputs, program, prune
@@ -101,6 +102,10 @@ class _Span:
     end: int
     values: list[tuple[int, Value]]
 
+    def life(self) -> Life:
+        """From when to when a heap has to hold it."""
+        return Life(self.bytes, self.start, self.end, tuple(i for i, _ in self.values[1:]))
+
     def at(self, i: int) -> Value:
         """What it holds at a node."""
         return next(v for start, v in reversed(self.values) if start <= i)
@@ -133,7 +138,7 @@ class Plan:
         self.again: dict[Value, frozenset] = {}
         self.kept = self._kept()
         self.leaves = self._leaves()
-        self.bent = self._bent() if cpu else {}
+        self.bent = self._bent()
         if eager:
             self.region = self._early()
 
@@ -331,7 +336,17 @@ class Plan:
             return Peak()
         live = [span.at(at) for span in heap if span.start <= at <= span.end]
         inside = passing.get(at, Peak())
-        return Peak(best, [*live, *inside.live], inside.node or nodes[max(at, 0)])
+        most = heap_size(self._lives(heap, passing), best) if self.cpu else best
+        return Peak(most, [*live, *inside.live], inside.node or nodes[max(at, 0)])
+
+    def _lives(self, heap: Iterable[_Span], passing: Mapping[int, Peak]) -> list[Life]:
+        """All that a heap holds: each array of a body has a place of its own while it runs."""
+        lives = [span.life() for span in heap]
+        for i, found in passing.items():
+            pieces = list(map(self.bytes, found.live))
+            pieces.append(found.bytes - sum(pieces))
+            lives += [Life(size, i, i) for size in pieces if size > 0]
+        return lives
 
     def held(self) -> list[int]:
         """What is held at each node beside arguments and results."""
@@ -389,7 +404,8 @@ class Plan:
     def _written_over(self, node: Node, result: int, spans: Sequence[_Span]) -> _Span | None:
         """Of memory that is read for the last time, the first that a node's result takes over."""
         leaves = {x for may in _overwritten(node, result) for x in self.reads(node, may)}
-        leaves -= self.bent.get(node.outs[result], frozenset())
+        if self.cpu:
+            leaves -= self.bent.get(node.outs[result], frozenset())
         return next((span for span in spans if span.values[-1][1] in leaves), None)
 
     def _in_carry(self, last: Mapping[Value, int]) -> set[Value]:
@@ -408,7 +424,9 @@ class Plan:
             if after.node is None or self.bytes(before) != self.bytes(after):
                 continue
             i = made[after]
-            if last.get(before, -1) < i + bool(_overwritten(self.region.nodes[i], 0)):
+            node = self.region.nodes[i]
+            elsewhere = _fusible(node) and before in self.bent.get(after, ())
+            if last.get(before, -1) < i + (bool(_overwritten(node, 0)) and not elsewhere):
                 found.add(after)
         return found
 

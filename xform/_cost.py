@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from fractions import Fraction
 from functools import partial
@@ -159,7 +160,7 @@ def _no_rule(lines: Mapping[str, Sequence[str]]) -> str:
     return (
         f"no cost is known of {found}. Register a rule:\n\n"
         f'    @xform.cost_rule("{name}")\n'
-        f"    def {name.replace('-', '_')}_cost(eqn):\n"
+        f"    def {re.sub(r'\W', '_', name)}_cost(eqn):\n"
         "        return xform.Work(matrix=0, other=eqn.outvars[0].aval.size)\n\n"
         "or call `cost(f, strict=False)`, which lists it in `unknown` and counts its bytes alone."
     )

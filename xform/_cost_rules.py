@@ -18,7 +18,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
@@ -29,7 +29,7 @@ from jax import lax
 
 from xform._amount import Amount
 from xform._compat import Jaxpr, JaxprEqn
-from xform._program import VIEWS
+from xform._program import VIEWS, array_bytes
 from xform.jaxpr import source_line
 from xform.jaxpr._interpret import called
 
@@ -116,7 +116,7 @@ def size(atom) -> int:
 def nbytes(*atoms) -> int:
     """The bytes of arrays."""
     types = [aval(a) for a in atoms]
-    return sum(math.prod(t.shape) * t.dtype.itemsize for t in types if hasattr(t, "dtype"))
+    return sum(array_bytes(math.prod(t.shape), t.dtype) for t in types if hasattr(t, "dtype"))
 
 
 @functools.cache
@@ -135,7 +135,8 @@ _table(_still(lambda eqn: _VIEW), """
     empty_ref free_ref random_wrap random_unwrap random_clone debug_callback debug_print dce_sink
     inspect_sharding broadcast_to einshape_lo dimension_size dim_as_value xla_metadata_value
     from_edtype to_edtype pin unpin mutable_array tree_barrier all_gather_done all_reduce_done
-    psum_done reduce_scatter_done ppermute_done all_to_all_done program_order eq_to le_to lt_to
+    psum_done reduce_scatter_done ppermute_done all_to_all_done precv program_order
+    eq_to le_to lt_to
 """)  # fmt: skip
 _table(_still(lambda eqn: _NOTHING), """
     broadcast_in_dim iota iota_2x32_shape concatenate pad transpose rev select_n copy copy_p
@@ -236,7 +237,8 @@ def _times(work: Work, times: int) -> Work:
 def _reduce_by(eqn: JaxprEqn) -> Work:
     """A reduction by a function of the user's: what it does, n - 1 times."""
     arrays = eqn.invars[: len(eqn.outvars)]
-    return _times(_each_time(eqn.params["jaxpr"]), size(arrays[0]) - size(eqn.outvars[0]))
+    steps = max(0, size(arrays[0]) - size(eqn.outvars[0]))
+    return _times(_each_time(eqn.params["jaxpr"]), steps)
 
 
 @cost_rule("cumsum", "cumprod", "cummax", "cummin")
@@ -500,9 +502,10 @@ def sent(eqn: JaxprEqn, sizes: Mapping[str, int]) -> tuple[dict[str, Any], int] 
     """Bytes that a device sends over each mesh axis, and additions that it makes; None if none.
 
     A collective is a ring over each axis in turn, the innermost axis taking most: an all-reduce of
-    p bytes over n devices sends `2 p (n - 1) / n`, an all-gather that makes p, a reduce-scatter or
-    an all-to-all of p send `p (n - 1) / n`, a permutation p for each pair. It is what a ring on one
-    axis of all devices would send, divided among the axes.
+    p bytes over n devices sends `2 p (n - 1) / n`, an all-gather that makes p, a reduce-scatter,
+    an all-to-all or a broadcast of p send `p (n - 1) / n`, a permutation p for each pair. It is
+    what a ring on one axis of all devices would send, divided among the axes. An exchange of ragged
+    parts sends as much as there is room for.
     """
     named = named_axes(eqn)
     if named is None:
@@ -511,11 +514,30 @@ def sent(eqn: JaxprEqn, sizes: Mapping[str, int]) -> tuple[dict[str, Any], int] 
     ns = [sizes[a] for a in axes]
     if groups := eqn.params.get("axis_index_groups"):
         ns = [*ns[:-1], len(groups[0])]
-    each = rule(eqn, Fraction(nbytes(*eqn.invars)), ns)
-    sums = eqn.primitive.name in _SUMS
+    arrays = _operands(eqn)
+    each = rule(eqn, Fraction(nbytes(*arrays)), ns)
     n = math.prod(ns)
-    additions = sum(map(size, eqn.invars)) * (n - 1) // n if sums else 0
+    elements = sum(_weight(aval(x).dtype) * size(x) for x in arrays)
+    additions = elements * (n - 1) // n if eqn.primitive.name in _SUMS else 0
     return {a: x for a, x in zip(axes, each, strict=True) if x}, additions
+
+
+def _operands(eqn: JaxprEqn) -> Sequence[Any]:
+    """What a collective sends of: not what says to whom, and what is left of dimensions."""
+    if eqn.primitive.name == "ragged_all_to_all":
+        return eqn.invars[:1]
+    return eqn.outvars if _dims(eqn) else eqn.invars
+
+
+def _dims(eqn: JaxprEqn) -> list[int]:
+    """The dimensions that a sum over mesh axes takes too: `vmap`'s, by its axis name."""
+    return [axis for axis in eqn.params.get("axes", ()) if isinstance(axis, int)]
+
+
+def _sum_over_dims(eqn: JaxprEqn) -> Work:
+    """What a device adds up before it sends anything."""
+    pairs = zip(eqn.invars, eqn.outvars, strict=True) if _dims(eqn) else ()
+    return Work(other=sum(_weight(aval(x).dtype) * max(0, size(x) - size(y)) for x, y in pairs))
 
 
 def named_axes(eqn: JaxprEqn) -> tuple[Any, ...] | None:
@@ -541,6 +563,12 @@ def _scattered(payload, ns) -> list:
 
 
 def _reduce_scatter(eqn, payload, ns) -> list:
+    del eqn
+    return _scattered(payload, ns)
+
+
+def _broadcast(eqn, payload, ns) -> list:
+    """In a chain each device hands on all of it, but for the last."""
     del eqn
     return _scattered(payload, ns)
 
@@ -575,14 +603,15 @@ _COLLECTIVES: dict[str, Callable] = {
     name: rule
     for rule, names in (
         (_all_reduce, "psum pmax pmin psum_invariant unreduced_psum unreduced_pmax unreduced_pmin"),
-        (_all_reduce, "psum_start psum_invariant_start pbroadcast"),
+        (_all_reduce, "psum_start psum_invariant_start"),
         (_reduce_scatter, "reduce_scatter reduce_scatter_start unreduced_reduce_scatter"),
         (_all_gather, "all_gather all_gather_invariant all_gather_reduced all_gather_start"),
         (_all_gather, "all_gather_reduced_start"),
         (_all_to_all, "all_to_all all_to_all_start ragged_all_to_all"),
-        (_permute, "ppermute ppermute_start"),
+        (_permute, "ppermute ppermute_start psend"),
+        (_broadcast, "pbroadcast"),
     )
     for name in names.split()
 }
 _SUMS = {name for name, rule in _COLLECTIVES.items() if rule in (_all_reduce, _reduce_scatter)}
-_table(lambda eqn: _NOTHING, " ".join(_COLLECTIVES))
+_table(_sum_over_dims, " ".join(_COLLECTIVES))

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from xform._compat import jaxpr_as_fun
-from xform._program import Node, Value, content_at
+from xform._program import Node, Value, array_bytes, content_at
 
 # Of more points none is looked at by itself.
 _MANY = 2**20
@@ -64,5 +64,5 @@ def blocks_moved(node: Node) -> int:
             found = jax.vmap(jaxpr_as_fun(index))(*(np.asarray(c, np.int32) for c in at))
             found = np.stack([np.broadcast_to(np.asarray(x), (points,)) for x in found], -1)
             changes = 1 + int(np.any(found[1:] != found[:-1], -1).sum())
-        moved += changes * size * block.array_aval.dtype.itemsize
+        moved += changes * array_bytes(size, block.array_aval.dtype)
     return moved

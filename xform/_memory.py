@@ -26,7 +26,7 @@ from xform._lowered import compiled, dense
 from xform._masked import mask_at_once
 from xform._products import activated
 from xform._products import at_once as products_at_once
-from xform._program import Region, Value, merge, own_inputs, program, prune
+from xform._program import Region, Value, array_bytes, merge, own_inputs, program, prune
 from xform._rows import by_rows
 from xform._show import Table, page, short
 from xform.jaxpr._trace import given_away, trace_call
@@ -60,7 +60,7 @@ class Memory:
       peak: the most that is allocated at once: arguments, results and all between.
       arguments, outputs: of these.
       donated: the part of the arguments whose memory results take over.
-      at_peak: what exists at the peak, the largest first.
+      at_peak: what exists at the peak, the largest first; less than it where a heap leaves gaps.
       peak_line: where the peak is.
       residuals: what the forward pass leaves for the backward, the largest first, with the line
         that made it; of a scan, stacked over its iterations.
@@ -293,7 +293,7 @@ def _shares(region: Region, inputs: Sequence[Value], args: Sequence[Any]) -> dic
         if sharding is not None and v.aval.shape:
             shard = math.prod(sharding.shard_shape(v.aval.shape))
             if shard < v.size:
-                local[v] = shard * v.aval.dtype.itemsize
+                local[v] = array_bytes(shard, v.aval.dtype)
     for node in region.walk():
         if node.name == "shard_map":
             body = node.regions["body"]

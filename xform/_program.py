@@ -76,7 +76,14 @@ def measured(aval: Any) -> tuple[Any, int, int]:
     aval = getattr(aval, "inner_aval", aval)
     size = math.prod(getattr(aval, "shape", ()))
     dtype = getattr(aval, "dtype", None)
-    return aval, size, 0 if dtype is None or is_on_host(aval) else size * dtype.itemsize
+    return aval, size, 0 if dtype is None or is_on_host(aval) else array_bytes(size, dtype)
+
+
+def array_bytes(size: int, dtype: Any) -> int:
+    """The bytes of so many elements, of which those of fewer than 8 bits lie side by side."""
+    if any(jax.numpy.issubdtype(dtype, kind) for kind in (jax.numpy.integer, jax.numpy.floating)):
+        return -(-size * jax.dtypes.itemsize_bits(dtype) // 8)
+    return size * dtype.itemsize
 
 
 def is_on_host(aval: Any) -> bool:
