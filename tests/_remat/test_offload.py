@@ -105,12 +105,12 @@ def results_unrolled(ws, x):
 @pytest.mark.parametrize("f", [inputs_unrolled, inputs_scanned, results_unrolled])
 def test_what_a_layer_hands_to_the_next_leaves_the_device(f, budget):
     """It is what layers that run again save, and so what users name first."""
-    args = normal(LAYERS, 16, 16), normal(16, 16)
+    args = _, x = normal(LAYERS, 16, 16), normal(16, 16)
     told = remat.report(f, budget=budget, offload=("input",))(*args)
     on_host = sum(v.times for v in told.saved if v.on_host)
     assert on_host in (LAYERS - 1, LAYERS)  # the argument of the first one stays where it is
-    if budget == "none":
-        assert told.saved_bytes == 0
+    if budget == "none":  # but for the result of a loop, which the sum's derivative reads
+        assert told.saved_bytes == (4 * x.size if f is inputs_scanned else 0)
     found = jax.grad(remat(f, budget=budget, offload=("input",)), (0, 1))
     kinds = [s.eqn.params["devices"][0] for s in walk(trace(found, *args)) if _moves(s.eqn)]
     once = 1 if f is inputs_scanned else on_host
