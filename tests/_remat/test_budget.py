@@ -363,6 +363,24 @@ def test_budgets_by_name():
     assert lines(both) == [*first, *second]
 
 
+def test_named_budget_is_for_what_a_region_saves_beside_its_results():
+    """A tanh, whose derivative reads it, is there in any case; what is in the middle is not."""
+
+    def f(w, x):
+        with jax.named_scope("a"):
+            h = jnp.tanh(x @ w)
+        with jax.named_scope("b"):
+            h = jnp.tanh(jnp.sum(h @ w, 0))
+        return h.sum()
+
+    args = f32(64, 64), f32(256, 64)
+    jax.eval_shape(gradient(f, budget={"a": 0}), *args)
+    jax.eval_shape(gradient(f, budget={"a": 0, "b": 0}), *args)
+    middle = jax.named_scope("m")(lambda w, x: jnp.sin(jnp.sum(jnp.sin(x @ w), 0) @ w))
+    with pytest.raises(BudgetError, match=r"results is 256 bytes:\n  256B  f32\[64\]  red"):
+        jax.eval_shape(gradient(lambda w, x: middle(w, x).sum(), budget={"m": 0}), *args)
+
+
 # ---- long loops ----------------------------------------------------------------------------------
 
 
