@@ -1,5 +1,7 @@
 """Values that the host keeps for the backward pass, wherever they get their name."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -121,6 +123,34 @@ def test_what_a_layer_hands_to_the_next_leaves_the_device(f, budget):
 
 def _moves(eqn):
     return eqn.primitive.name == "device_put"
+
+
+def twice(x, w):
+    return checkpoint_name(checkpoint_name(x + jnp.tanh(jnp.sin(x @ w) @ w), "a"), "b")
+
+
+def inputs_twice(x, w):
+    x = checkpoint_name(checkpoint_name(x, "a"), "b")
+    return x + jnp.tanh(jnp.sin(x @ w) @ w)
+
+
+@pytest.mark.parametrize("names", [("a",), ("b",), ("a", "b")], ids=" ".join)
+@pytest.mark.parametrize(
+    ("f", "layer", "hosted"),
+    [
+        (unrolled, twice, LAYERS),
+        (unrolled, inputs_twice, LAYERS - 1),
+        (scanned, inputs_twice, LAYERS),
+    ],
+)
+def test_a_value_of_two_names_leaves_by_either_and_once(f, layer, hosted, names):
+    args = normal(LAYERS, 16, 16), normal(16, 16)
+    f = partial(f, layer=layer)
+    told = remat.report(f, budget="none", offload=names)(*args)
+    assert sum(v.times for v in told.saved if v.on_host) == hosted
+    found = jax.grad(remat(f, budget="none", offload=names), (0, 1))(*args)
+    for a, b in zip(found, jax.grad(f, (0, 1))(*args), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
 
 
 def test_offloaded_values_wait_in_the_memory_of_the_host():

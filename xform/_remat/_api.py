@@ -238,9 +238,9 @@ class _traced:
         """Which inputs are of these positional arguments, of `count` that the call had."""
         if argnums is None:
             return [True] * len(self.args)
-        named: Any = [argnums] if isinstance(argnums, int | np.integer) else argnums
-        is_some = isinstance(named, Sequence) and not isinstance(named, str)
-        if not is_some or not all(isinstance(n, int | np.integer) for n in named):
+        named = [argnums] if isinstance(argnums, int | np.integer) else argnums
+        is_row = isinstance(named, Sequence)
+        if not is_row or not all(isinstance(n, int | np.integer) for n in named):
             raise ValueError(
                 f"`argnums={argnums!r}`: it is the number of a positional argument (an int), or "
                 "several, such as `argnums=(0, 1)`; None for all."

@@ -59,7 +59,7 @@ class Halves:
         if not kept:
             return self
         if kept not in self._hosting:
-            hosted = {**self.cut.hosted, **dict.fromkeys(kept)}
+            hosted = {**self.cut.hosted, **dict.fromkeys(kept, ())}
             self._hosting[kept] = replace(self, cut=replace(self.cut, hosted=hosted))
         return self._hosting[kept]
 
