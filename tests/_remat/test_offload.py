@@ -125,6 +125,21 @@ def _moves(eqn):
     return eqn.primitive.name == "device_put"
 
 
+@pytest.mark.parametrize("f", [inputs_unrolled, inputs_scanned, branched, in_a_mesh])
+def test_backward_passes_that_fetch_values_are_differentiated_in_both_directions(f):
+    """Cotangents go where their values were, which JAX must be told of a move to the host."""
+    args = normal(3, 8, 8), normal(8, 8)
+    name = "out" if f in (branched, in_a_mesh) else "input"
+    planned = remat(f, budget="none", offload=(name,))
+    gradient = lambda f: lambda *args: jax.tree.map(jnp.sin, jax.grad(f, (0, 1))(*args))
+    square = lambda f: lambda *args: sum(jnp.sum(g**2) for g in gradient(f)(*args))
+    back = lambda f: jax.jit(jax.grad(square(f), (0, 1)))(*args)
+    forth = lambda f: jax.jit(lambda *args: jax.jvp(gradient(f), args, args)[1])(*args)
+    for run in (back, forth):
+        for a, b in zip(run(planned), run(f), strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+
+
 def twice(x, w):
     return checkpoint_name(checkpoint_name(x + jnp.tanh(jnp.sin(x @ w) @ w), "a"), "b")
 

@@ -59,8 +59,7 @@ class _Remat:
           offload: names of values (`jax.ad_checkpoint.checkpoint_name`) that are kept in the
             host's memory until the backward pass needs them. The carry of a loop waits on the
             device under whatever name: name it where the body reads it. A CPU's memory is the
-            host's, and there nothing is won; its budgets are without what is offloaded. Nor does
-            JAX differentiate the backward pass backwards again then (forwards, it does).
+            host's, and there nothing is won; its budgets are without what is offloaded.
           device: what the program will be compiled for, as in `memory`; by default what JAX runs
             on. A GPU's products may need two megabytes beside what is said here, for partial sums,
             which are counted there.
