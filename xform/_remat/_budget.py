@@ -29,15 +29,13 @@ from xform._remat._cut import Cut, Settings
 from xform._remat._halves import Halves
 from xform._remat._jaxprs import applied, build
 from xform._remat._kinds import kind_of, nbytes
+from xform._remat._margin import margin
 from xform._remat._plans import Inner, frontier_of
 from xform._remat._regions import ROW, Choice, Divide, Layer, layers
 from xform.jaxpr import source_line, walk
 
 type Budget = int | float | str | np.integer | np.floating
 
-# Of what is needed at once besides what is saved, the part that XLA may need more than is foreseen:
-# for copies in another layout, and for the parts of sums that it splits.
-_UNKNOWN = 0.25
 # Of partial sums, when a product has too few rows and columns for all of a GPU: XLA splits it until
 # each multiprocessor has a part, and such products often run side by side.
 _SCRATCH = 2 << 20
@@ -178,7 +176,8 @@ class Candidate:
         # A CPU starts sums as soon as it can, and a GPU clears those of all layers in one kernel.
         needs = [temporaries_of(whole, device=o, at_once=True) for o in self.target.orders]
         most = max(self.at_least, *itertools.chain.from_iterable(needs))
-        unknown = int(_UNKNOWN * max(0, most - self.saved_bytes))
+        on_cpu = "cpu" in self.target.orders
+        unknown = margin(whole, max(0, most - self.saved_bytes), on_cpu=on_cpu)
         return most + unknown + self.target.scratch
 
     @cached_property
