@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from jax.core import ShapedArray
+from jax.core import AbstractValue, ShapedArray
 
 from xform._compat import Jaxpr, JaxprEqn, Primitive, weakref_lru_cache
 from xform.jaxpr._walk import Carried, at_line, carried
@@ -69,6 +69,7 @@ def _program(body: Jaxpr, n: Carried, length: int, unroll: int, reverse: bool) -
     return jax.make_jaxpr(run)(*avals[:first], *stacked)
 
 
-def _plain(aval: ShapedArray) -> ShapedArray:
+def _plain(aval: AbstractValue) -> ShapedArray:
     """A type without the mesh that it is split over."""
+    assert isinstance(aval, ShapedArray)
     return ShapedArray(aval.shape, aval.dtype, memory_space=aval.memory_space)

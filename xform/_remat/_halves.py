@@ -252,7 +252,7 @@ def _is_narrow(aval) -> bool:
     return narrow and not is_on_host(aval)  # that was rounded on its way
 
 
-def _moved(old: Var, new: Var, to: jax.memory.Space) -> list[JaxprEqn]:
+def _moved(old: Var, new: Var, to) -> list[JaxprEqn]:
     """Moves a value; where it was, its cotangent goes, which JAX leaves where it is if not told."""
     source = _SPACE.Host if to is _SPACE.Device else _SPACE.Device
     return equations(lambda x: [jax.device_put(x, to, src=source)], [old], [new])

@@ -49,7 +49,7 @@ def margin(jaxpr: Jaxpr, passing: int, *, on_cpu: bool) -> int:
 def _is_unsure(eqn: JaxprEqn) -> bool:
     """Whether it is a product of numbers of 16 bits, or of complex ones."""
     is_product = eqn.primitive.name in ("dot_general", "conv_general_dilated")
-    types = [v.aval.dtype for v in eqn.invars] if is_product else ()
+    types = [getattr(v.aval, "dtype", jnp.dtype(bool)) for v in eqn.invars] if is_product else ()
     is_narrow = lambda t: jnp.issubdtype(t, jnp.floating) and t.itemsize == 2
     return any(is_narrow(t) or jnp.issubdtype(t, jnp.complexfloating) for t in types)
 
