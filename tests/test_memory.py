@@ -11,12 +11,13 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import llama
-from xform import causal, flex_attention, memory
+from xform import _unrolled, causal, flex_attention, memory
 from xform._buffers import Plan
 from xform._heap import Life, heap_size
 from xform._hlo import compile_for
 from xform._program import merge, program, prune
 from xform._split import GPUS, Product, parts
+from xform.jaxpr import walk
 from xform.train import Rows
 
 S = jax.ShapeDtypeStruct
@@ -475,6 +476,35 @@ def test_what_a_scan_stacks_and_nothing_needs_takes_no_memory(device):
     w, x = f32(16, 128, 128), f32(128, 128)
     peak = lambda f: memory(f, device=device)(w, x).peak
     assert peak(lambda w, x: both(w, x)[0]) + 16 * 4 * x.size <= peak(both)
+
+
+def test_what_loops_stack_has_memory_from_the_first_of_its_type_on_and_is_not_written_over():
+    def f(w, x, xs):
+        step = lambda h, x: ((h := jnp.tanh(x @ w + h @ w)), h)
+        return (jax.lax.scan(step, x, xs)[1] ** 2).mean()
+
+    for run in (f, jax.grad(f, (0, 1, 2))):
+        args = f32(64, 64), f32(32, 64), f32(64, 32, 64)
+        found = assigned(jax.jit(run).lower(*args).compile())
+        assert memory(run, device="cpu")(*args).peak == pytest.approx(found, rel=0.1)
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize(("unroll", "loop", "rest"), [(2, 2, 0), (3, 3, 2), (8, 0, 8), (9, 0, 8)])
+def test_a_scan_of_several_iterations_a_turn_is_a_loop_of_these_and_the_rest(
+    unroll, loop, rest, reverse
+):
+    def f(w, x):
+        step = lambda x, w: ((y := jnp.tanh(x @ w)), y.sum())
+        return jax.lax.scan(step, x, w, reverse=reverse, unroll=unroll)
+
+    (eqn,) = jax.make_jaxpr(f)(f32(8, 64, 64), f32(256, 64)).eqns
+    found = _unrolled.unrolled(eqn)
+    turns = [site.depth for site in walk(found) if site.eqn.primitive.name == "dot_general"]
+    assert (turns.count(2), turns.count(1)) == (loop, rest)  # each in a call
+    assert [v.str_short() for v in found.out_avals] == [v.aval.str_short() for v in eqn.outvars]
+    once = jax.make_jaxpr(lambda w, x: jax.lax.scan(lambda x, w: (x @ w, x), x, w))
+    assert _unrolled.unrolled(once(f32(8, 64, 64), f32(256, 64)).eqns[0]) is None
 
 
 def test_a_gpu_masks_the_rows_of_all_ragged_products_of_a_layer_at_once():

@@ -380,6 +380,7 @@ class Plan:
         # Where nodes run as soon as they can, what starts from zeros starts at once: a copy of
         # zeros, which are there until the last such copy begins to change.
         zeros: dict[int, _Span] = {}
+        since = self._stacks_since()
         for i, node in enumerate(nodes):
             over = ending.get(i, [])
             for j, v in enumerate(node.outs):
@@ -389,7 +390,7 @@ class Plan:
                 alike = [span for span in over if span.bytes == size]
                 span = self._written_over(node, j, alike) if alike else None
                 if span is None:
-                    span = _Span(size, i, i, [])
+                    span = _Span(size, since.get(v, i), i, [(since.get(v, i), v)])
                     spans.append(span)
                     if self.eager and self.at_once and node.name in _ATTENTION:
                         span.start, span.values = 0, [(0, v)]
@@ -401,11 +402,28 @@ class Plan:
                 ending.setdefault(span.end, []).append(span)
         return [*spans, *zeros.values()]
 
+    def _stacks_since(self) -> dict[Value, int]:
+        """Of what loops stack in arrays of one type, the last: from which node on it has memory.
+
+        All start from the same zeros, of which all but the last loop make copies.
+        """
+        first: dict[tuple, int] = {}
+        last: dict[tuple, Value] = {}
+        for i, node in enumerate(self.region.nodes):
+            for v in node.outs if node.name == "scan" else ():
+                if v in self.kept and _is_stack(v):
+                    form = v.aval.shape, v.aval.dtype
+                    first.setdefault(form, i)
+                    last[form] = v
+        return {v: first[form] for form, v in last.items()}
+
     def _written_over(self, node: Node, result: int, spans: Sequence[_Span]) -> _Span | None:
         """Of memory that is read for the last time, the first that a node's result takes over."""
         leaves = {x for may in _overwritten(node, result) for x in self.reads(node, may)}
         if self.cpu:
             leaves -= self.bent.get(node.outs[result], frozenset())
+        if node.name not in ("scan", "while"):
+            leaves = {v for v in leaves if not _is_stack(v)}
         return next((span for span in spans if span.values[-1][1] in leaves), None)
 
     def _in_carry(self, last: Mapping[Value, int]) -> set[Value]:
@@ -524,6 +542,14 @@ class Plan:
             ).peak()
             best = max(best, found, key=lambda p: p.bytes)
         return best
+
+
+def _is_stack(v: Value) -> bool:
+    """Whether a loop stacked it: XLA lets nothing but another loop write over that."""
+    node = v.node
+    if node is None or node.name != "scan":
+        return False
+    return node.outs.index(v) >= carried(node.eqn).carry
 
 
 def _by_depth(region: Region) -> Region:

@@ -20,6 +20,7 @@ from xform._compat import (
     new_jaxpr_eqn,
     weakref_lru_cache,
 )
+from xform._unrolled import unrolled
 from xform.jaxpr import carried
 from xform.lowering._tile_fn import primal
 from xform.primitives import cross_entropy, tile_sum
@@ -40,7 +41,7 @@ def as_written(eqn: JaxprEqn) -> None:
 
 def compiled(eqn: JaxprEqn) -> Jaxpr | None:
     """`lowered`, and what else is another program for a compiler than for who reads it."""
-    return behind_barrier(eqn) if eqn.primitive.name == "remat2" else lowered(eqn)
+    return _COMPILED.get(eqn.primitive.name, lowered)(eqn)
 
 
 def dense(eqn: JaxprEqn) -> Jaxpr | None:
@@ -93,6 +94,9 @@ def behind_barrier(eqn: JaxprEqn) -> Jaxpr:
         before, after, jax.lax.optimization_barrier_p, {}, frozenset(), eqn.source_info
     )
     return body.replace(invars=waits, eqns=[barrier, *body.eqns])
+
+
+_COMPILED: dict[str, Lowering] = {"remat2": behind_barrier, "scan": unrolled}
 
 
 def _mark_again(jaxpr: Jaxpr, fresh: Sequence[bool]) -> tuple[Jaxpr, list[bool]]:

@@ -110,6 +110,79 @@ def test_ten_budgets_hold_and_a_smaller_one_needs_less_on_an_h200(name):
     assert all(a >= b for a, b in itertools.pairwise(needed))
 
 
+def several_a_turn(ws, x):
+    return (jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, ws, unroll=3)[0] ** 2).sum()
+
+
+def recurrent(p, xs):
+    """It stacks what it carries."""
+
+    def step(h, x):
+        z = jax.nn.sigmoid(x @ p["up"][:, : h.shape[1]] + h @ p["down"][: h.shape[1]])
+        h = z * h + (1 - z) * jnp.tanh(x @ p["up"][:, -h.shape[1] :])
+        return h, h
+
+    return (jax.lax.scan(step, jnp.zeros_like(xs[0]), xs)[1] ** 2).mean()
+
+
+def graph(ws, x):
+    send, receive = (jnp.arange(1000) * n % 128 for n in (3, 7))
+    for w in ws:
+        x = x + jax.nn.relu(jax.ops.segment_sum((x @ w)[send], receive, 128))
+    return (x**2).mean()
+
+
+def sorted_(w, x):
+    return (jnp.sort(jnp.tanh(x @ w), 0) * x).sum()
+
+
+def summed(w, x):
+    return (jnp.cumsum(jnp.tanh(x @ w), 0) ** 2).sum()
+
+
+def woven(w, x):
+    return (jax.lax.associative_scan(jnp.multiply, 1 + 0.01 * jnp.tanh(x @ w)) ** 2).sum()
+
+
+def narrow(ps, x):
+    return unrolled(ps, x).astype(jnp.float32)
+
+
+SQUARE, ROWS = f32(64, 64), f32(256, 64)
+NARROW = [jax.tree.map(lambda a: S(a.shape, jnp.bfloat16), mlp_params())] * 6
+SPECIAL = [
+    (several_a_turn, f32(8, 64, 64), ROWS),
+    (recurrent, mlp_params(), f32(64, 32, 64)),
+    (sorted_, SQUARE, ROWS),
+    pytest.param(graph, [SQUARE] * 4, f32(128, 64), marks=pytest.mark.slow),
+    pytest.param(summed, SQUARE, ROWS, marks=pytest.mark.slow),
+    pytest.param(woven, SQUARE, ROWS, marks=pytest.mark.slow),
+    pytest.param(narrow, NARROW, S((256, 64), jnp.bfloat16), marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize("budget", ["none", 0.0])
+@pytest.mark.parametrize(("f", "params", "x"), SPECIAL)
+def test_what_a_cpu_takes_apart_stays_within_what_is_said(f, params, x, budget):
+    said = remat.report(f, budget=budget)(params, x).peak
+    assert temporaries(gradient(f, budget=budget), params, x) <= 1.05 * said
+
+
+WIDE = f32(8, 512, 512), f32(4096, 512)
+LONG = mlp_params(m=512), f32(64, 512, 512)
+EDGES = [f32(512, 512)] * 4, f32(128, 512)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("budget", ["all", "none", 0.0])
+@pytest.mark.parametrize(("f", "args"), [(several_a_turn, WIDE), (recurrent, LONG), (graph, EDGES)])
+def test_loops_and_sums_by_index_stay_within_what_is_said_on_an_h200(f, args, budget):
+    pytest.importorskip("jax_plugins.xla_cuda13", reason="no compiler for an H200")
+    said = remat.report(f, budget=budget, device="H200")(*args).peak
+    need = temporaries(gradient(f, budget=budget, device="H200"), *args, device="H200")
+    assert need <= 1.05 * said
+
+
 @pytest.mark.slow
 def test_peaks_fall_with_fractions():
     """32 residual layers: at 0.05 to 0.30 a plan by bytes saved alone needs 1144 to 275 to 411 MB.
@@ -361,6 +434,24 @@ def test_budgets_by_name():
     assert first < second
     both = remat.report(f, budget={"first": "none", "second": "none"})(*args)
     assert lines(both) == [*first, *second]
+
+
+def test_named_budget_is_for_what_a_region_saves_beside_its_results():
+    """A tanh, whose derivative reads it, is there in any case; what is in the middle is not."""
+
+    def f(w, x):
+        with jax.named_scope("a"):
+            h = jnp.tanh(x @ w)
+        with jax.named_scope("b"):
+            h = jnp.tanh(jnp.sum(h @ w, 0))
+        return h.sum()
+
+    args = f32(64, 64), f32(256, 64)
+    jax.eval_shape(gradient(f, budget={"a": 0}), *args)
+    jax.eval_shape(gradient(f, budget={"a": 0, "b": 0}), *args)
+    middle = jax.named_scope("m")(lambda w, x: jnp.sin(jnp.sum(jnp.sin(x @ w), 0) @ w))
+    with pytest.raises(BudgetError, match=r"results is 256 bytes:\n  256B  f32\[64\]  red"):
+        jax.eval_shape(gradient(lambda w, x: middle(w, x).sum(), budget={"m": 0}), *args)
 
 
 # ---- long loops ----------------------------------------------------------------------------------

@@ -1,5 +1,7 @@
 """Values that the host keeps for the backward pass, wherever they get their name."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -105,12 +107,12 @@ def results_unrolled(ws, x):
 @pytest.mark.parametrize("f", [inputs_unrolled, inputs_scanned, results_unrolled])
 def test_what_a_layer_hands_to_the_next_leaves_the_device(f, budget):
     """It is what layers that run again save, and so what users name first."""
-    args = normal(LAYERS, 16, 16), normal(16, 16)
+    args = _, x = normal(LAYERS, 16, 16), normal(16, 16)
     told = remat.report(f, budget=budget, offload=("input",))(*args)
     on_host = sum(v.times for v in told.saved if v.on_host)
     assert on_host in (LAYERS - 1, LAYERS)  # the argument of the first one stays where it is
-    if budget == "none":
-        assert told.saved_bytes == 0
+    if budget == "none":  # but for the result of a loop, which the sum's derivative reads
+        assert told.saved_bytes == (4 * x.size if f is inputs_scanned else 0)
     found = jax.grad(remat(f, budget=budget, offload=("input",)), (0, 1))
     kinds = [s.eqn.params["devices"][0] for s in walk(trace(found, *args)) if _moves(s.eqn)]
     once = 1 if f is inputs_scanned else on_host
@@ -121,6 +123,49 @@ def test_what_a_layer_hands_to_the_next_leaves_the_device(f, budget):
 
 def _moves(eqn):
     return eqn.primitive.name == "device_put"
+
+
+@pytest.mark.parametrize("f", [inputs_unrolled, inputs_scanned, branched, in_a_mesh])
+def test_backward_passes_that_fetch_values_are_differentiated_in_both_directions(f):
+    """Cotangents go where their values were, which JAX must be told of a move to the host."""
+    args = normal(3, 8, 8), normal(8, 8)
+    name = "out" if f in (branched, in_a_mesh) else "input"
+    planned = remat(f, budget="none", offload=(name,))
+    gradient = lambda f: lambda *args: jax.tree.map(jnp.sin, jax.grad(f, (0, 1))(*args))
+    square = lambda f: lambda *args: sum(jnp.sum(g**2) for g in gradient(f)(*args))
+    back = lambda f: jax.jit(jax.grad(square(f), (0, 1)))(*args)
+    forth = lambda f: jax.jit(lambda *args: jax.jvp(gradient(f), args, args)[1])(*args)
+    for run in (back, forth):
+        for a, b in zip(run(planned), run(f), strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+
+
+def twice(x, w):
+    return checkpoint_name(checkpoint_name(x + jnp.tanh(jnp.sin(x @ w) @ w), "a"), "b")
+
+
+def inputs_twice(x, w):
+    x = checkpoint_name(checkpoint_name(x, "a"), "b")
+    return x + jnp.tanh(jnp.sin(x @ w) @ w)
+
+
+@pytest.mark.parametrize("names", [("a",), ("b",), ("a", "b")], ids=" ".join)
+@pytest.mark.parametrize(
+    ("f", "layer", "hosted"),
+    [
+        (unrolled, twice, LAYERS),
+        (unrolled, inputs_twice, LAYERS - 1),
+        (scanned, inputs_twice, LAYERS),
+    ],
+)
+def test_a_value_of_two_names_leaves_by_either_and_once(f, layer, hosted, names):
+    args = normal(LAYERS, 16, 16), normal(16, 16)
+    f = partial(f, layer=layer)
+    told = remat.report(f, budget="none", offload=names)(*args)
+    assert sum(v.times for v in told.saved if v.on_host) == hosted
+    found = jax.grad(remat(f, budget="none", offload=names), (0, 1))(*args)
+    for a, b in zip(found, jax.grad(f, (0, 1))(*args), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
 
 
 def test_offloaded_values_wait_in_the_memory_of_the_host():

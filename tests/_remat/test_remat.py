@@ -353,6 +353,13 @@ def test_jacobian_of_a_loop_that_runs_forward_only():
         (dict(budget=True), r"`budget=True`: it may be"),
         (dict(again=("gemm",)), r"`again` may name 'products', .*; found 'gemm'"),
         (dict(budget={"head": "none"}), r"`budget` names 'head'; the program has the scopes none"),
+        (dict(budget={}), r"`budget={}`: a dict has a budget for each.*; found no name\. For all"),
+        (dict(budget={3: "all"}), r"`budget={3: 'all'}`: .* which are strings; found 3\."),
+        (dict(budget={"head": 2.0}), r"`budget\['head'\]=2.0`: it may be bytes .* \"none\"\.$"),
+        (
+            dict(offload=[3, ["h"]]),
+            r"`offload=\[3, \['h'\]\]`: it is of names, .*; found 3, \['h'\]",
+        ),
         (dict(budget=float("nan")), r"`budget=nan`: it may be"),
         (dict(offload=("h",)), r"`offload` names 'h'; the program has no names: mark what"),
         (
@@ -362,13 +369,37 @@ def test_jacobian_of_a_loop_that_runs_forward_only():
         (dict(again="products"), r"`again='products'`: it is a collection"),
     ],
     ids=[
-        *("negative", "word", "above one", "bool", "kind", "scope", "nan", "name"),
+        *("negative", "word", "above one", "bool", "kind", "scope"),
+        *("no scope", "a number for a scope", "above one for a scope", "numbers to offload"),
+        *("nan", "name"),
         *("a word to offload", "a word to repeat"),
     ],
 )
+@pytest.mark.usefixtures("unchecked")
 def test_bad_arguments(options, message):
     with pytest.raises(ValueError, match=message):
         remat(jnp.sin, **options)(1.0)
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize("call", [remat, remat.report])
+def test_what_is_no_function(call):
+    with pytest.raises(ValueError, match=r"`remat` takes a function first; found 3\."):
+        call(3)
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize("argnums", [1.5, "0", (0, None)])
+def test_argnums_that_are_no_numbers(argnums):
+    told = remat.report(mlp, argnums=argnums)
+    with pytest.raises(ValueError, match=r"`argnums=.*`: it is the number of a positional argum"):
+        told(params(), normal(0, 4, 8))
+
+
+def test_argnums_of_which_nothing_can_be_differentiated():
+    told = remat.report(lambda i, w: w[i].sum(), argnums=0)
+    with pytest.raises(ValueError, match=r"`argnums=0` names no array of floats; .* int\d+\[3\]"):
+        told(jnp.arange(3), jnp.ones(3))
 
 
 def test_mutable_arrays_are_refused_with_their_line():

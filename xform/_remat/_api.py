@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from xform._compat import Jaxpr
@@ -51,15 +52,14 @@ class _Remat:
             as XLA's `temp_size_in_bytes` counts them; a float for what lies between the least of
             all plans, 0.0, and that of "all", 1.0. "all" repeats no work. "none" saves nothing
             that may run again: layers and iterations start from their inputs. Or budgets by the
-            names of `jax.named_scope`s, each for the bytes that one run of such a region saves;
-            all else is as with "all".
+            names of `jax.named_scope`s, each for the bytes that one run of such a region saves
+            beside its results; all else is as with "all".
           again: of "products", "kernels" (all that no table knows; loops), "reductions", "random"
             bits and "collectives".
           offload: names of values (`jax.ad_checkpoint.checkpoint_name`) that are kept in the
             host's memory until the backward pass needs them. The carry of a loop waits on the
             device under whatever name: name it where the body reads it. A CPU's memory is the
-            host's, and there nothing is won; its budgets are without what is offloaded. Nor does
-            JAX differentiate the backward pass backwards again then (forwards, it does).
+            host's, and there nothing is won; its budgets are without what is offloaded.
           device: what the program will be compiled for, as in `memory`; by default what JAX runs
             on. A GPU's products may need two megabytes beside what is said here, for partial sums,
             which are counted there.
@@ -78,7 +78,7 @@ class _Remat:
         >>> loss = remat(lambda ws, x: jnp.sum(layers(ws, x) ** 2), budget=150_000)
         >>> gradient = jax.jit(jax.grad(loss))(jnp.ones((8, 32, 32)), jnp.ones((64, 32)))
         """
-        plan = _Plan(budget, again, offload, device)
+        plan = _Plan(f, budget, again, offload, device)
 
         @functools.wraps(f)
         def run(*args, **kwargs):
@@ -110,14 +110,15 @@ class _Remat:
           `Report`.
 
         Raises:
-          ValueError: as `remat`; or `argnums` names an argument that there is not.
+          ValueError: as `remat`; or `argnums` is no such number, or names an argument that is
+            not there or has no floats.
 
         >>> import jax.numpy as jnp
         >>> f = lambda w, x: jnp.sum(jnp.tanh(x @ w) @ w)
         >>> [kept.what for kept in remat.report(f)(jnp.ones((8, 8)), jnp.ones((4, 8))).saved]
         ['tanh']
         """
-        plan = _Plan(budget, again, offload, device)
+        plan = _Plan(f, budget, again, offload, device)
 
         def told(*args, **kwargs) -> Report:
             traced = _traced(f, args, kwargs)
@@ -134,12 +135,15 @@ remat = _Remat()
 class _Plan:
     """What a call of `remat` asks for, checked."""
 
-    def __init__(
-        self, budget: Any, again: Collection[str], offload: Collection[str], device: str | None
-    ):
+    def __init__(self, f: Any, budget: Any, again: Any, offload: Any, device: Any):
+        if not callable(f):
+            raise ValueError(f"`remat` takes a function first; found {f!r}.")
         for word, names in dict(again=again, offload=offload).items():
             if isinstance(names, str) or not isinstance(names, Collection):
                 raise ValueError(f"`{word}={names!r}`: it is a collection, `{word}=({names!r},)`.")
+            if wrong := [name for name in names if not isinstance(name, str)]:
+                found = ", ".join(map(repr, wrong))
+                raise ValueError(f"`{word}={names!r}`: it is of names, strings; found {found}.")
         again, offload = frozenset(again), frozenset(offload)
         if unknown := sorted(again - set(KINDS)):
             raise ValueError(
@@ -151,11 +155,9 @@ class _Plan:
         if device is not None:  # what is here is asked when a program is: not by a decorator
             target(device)  # or else it raises
         self.settings = Settings(again, (), offload=offload)
-        named = budget if isinstance(budget, Mapping) else {}
+        named = _by_name(budget) if isinstance(budget, Mapping) else {}
         self.whole = Outer("all" if named else _checked(budget), self.settings, device=device)
-        self.named = {
-            name: Outer(_checked(b), self.settings, named=True) for name, b in named.items()
-        }
+        self.named = {name: Outer(b, self.settings, named=True) for name, b in named.items()}
 
     def program(self, jaxpr: Jaxpr, paths: Sequence[str]) -> Jaxpr:
         """The program with its named regions, checked; `paths` are the names of its inputs."""
@@ -181,16 +183,29 @@ class _Plan:
 _REFS = ("new_ref", "empty_ref")
 
 
-def _checked(budget: Any) -> Budget:
+def _by_name(budgets: Mapping) -> dict[str, Budget]:
+    """Budgets by the names of scopes, checked."""
+    names = ", ".join(repr(name) for name in budgets if not isinstance(name, str))
+    if names or not budgets:
+        raise ValueError(
+            f"`budget={budgets!r}`: a dict has a budget for each of some names of "
+            f"`jax.named_scope`s, which are strings; found {names or 'no name'}. For all of the "
+            'program give its budget alone, such as `budget="all"`.'
+        )
+    return {name: _checked(b, f"budget[{name!r}]") for name, b in budgets.items()}
+
+
+def _checked(budget: Any, word: str = "budget") -> Budget:
     if isinstance(budget, str) and budget in ("all", "none"):
         return budget
     if isinstance(budget, int | np.integer) and not isinstance(budget, bool) and budget >= 0:
         return int(budget)
     if isinstance(budget, float | np.floating) and 0 <= budget <= 1:
         return float(budget)
+    named = ", or a dict of these by the name of a `jax.named_scope`" if word == "budget" else ""
     raise ValueError(
-        f"`budget={budget!r}`: it may be bytes (an int), a fraction (a float from 0.0 to 1.0), "
-        '"all", "none", or a dict of these by the name of a `jax.named_scope`.'
+        f"`{word}={budget!r}`: it may be bytes (an int), a fraction (a float from 0.0 to 1.0), "
+        f'"all", "none"{named}.'
     )
 
 
@@ -218,11 +233,17 @@ class _traced:
         self.paths = [*[f"closed over: {jax.typeof(c).str_short()}" for c in consts], *names]
         self._out = jax.tree.structure(out)
 
-    def chosen(self, argnums: int | Sequence[int] | None, count: int) -> list[bool]:
+    def chosen(self, argnums: Any, count: int) -> list[bool]:
         """Which inputs are of these positional arguments, of `count` that the call had."""
         if argnums is None:
             return [True] * len(self.args)
-        named = [argnums] if isinstance(argnums, int) else argnums
+        named = [argnums] if isinstance(argnums, int | np.integer) else argnums
+        is_row = isinstance(named, Sequence)
+        if not is_row or not all(isinstance(n, int | np.integer) for n in named):
+            raise ValueError(
+                f"`argnums={argnums!r}`: it is the number of a positional argument (an int), or "
+                "several, such as `argnums=(0, 1)`; None for all."
+            )
         if wrong := [n for n in named if not -count <= n < count]:
             raise ValueError(
                 f"`argnums={argnums}` names {', '.join(map(str, wrong))}, and the call has "
@@ -230,6 +251,14 @@ class _traced:
             )
         among = {n % count for n in named}
         own = [path[0].idx == 0 and path[1].idx in among for path in self._from]
+        inner = self.args[len(self.args) - len(own) :]
+        types = [jax.typeof(x) for x, chosen in zip(inner, own, strict=True) if chosen]
+        if not any(jnp.issubdtype(t.dtype, jnp.inexact) for t in types):
+            found = ", ".join(t.str_short() for t in types) or "none"
+            raise ValueError(
+                f"`argnums={argnums}` names no array of floats; only these are differentiated, "
+                f"and there it found {found}."
+            )
         return [False] * (len(self.args) - len(own)) + own
 
     def unflatten(self, outs: list) -> Any:

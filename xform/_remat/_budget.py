@@ -29,15 +29,13 @@ from xform._remat._cut import Cut, Settings
 from xform._remat._halves import Halves
 from xform._remat._jaxprs import applied, build
 from xform._remat._kinds import kind_of, nbytes
+from xform._remat._margin import margin
 from xform._remat._plans import Inner, frontier_of
 from xform._remat._regions import ROW, Choice, Divide, Layer, layers
 from xform.jaxpr import source_line, walk
 
 type Budget = int | float | str | np.integer | np.floating
 
-# Of what is needed at once besides what is saved, the part that XLA may need more than is foreseen:
-# for copies in another layout, and for the parts of sums that it splits.
-_UNKNOWN = 0.25
 # Of partial sums, when a product has too few rows and columns for all of a GPU: XLA splits it until
 # each multiprocessor has a part, and such products often run side by side.
 _SCRATCH = 2 << 20
@@ -156,15 +154,20 @@ class Candidate:
         return memory_of(self.program(), device="accelerator", at_once=True)
 
     @cached_property
-    def saved_bytes(self) -> int:
-        """What the forward pass makes for the backward, on one device."""
-        return sum(self._saved_sizes)
+    def saved(self) -> list[Var]:
+        """What the forward pass makes for the backward and the device keeps, results left out."""
+        results = set(self.halves.joint.outputs)
+        return [v for v in self._kept if v not in results]
 
     @property
-    def _saved_sizes(self) -> list[int]:
-        inputs = set(self.halves.joint.inputs)
-        kept = (v for v in self.halves.saved if v not in inputs)
-        return [nbytes(v) for v in kept if v not in self.halves.cut.hosted]
+    def saved_bytes(self) -> int:
+        """Of that, on one device."""
+        return sum(map(nbytes, self.saved))
+
+    @property
+    def _kept(self) -> list[Var]:
+        apart = {*self.halves.joint.inputs, *self.halves.cut.hosted}
+        return [v for v in self.halves.saved if v not in apart]
 
     @cached_property
     def peak(self) -> int:
@@ -173,7 +176,8 @@ class Candidate:
         # A CPU starts sums as soon as it can, and a GPU clears those of all layers in one kernel.
         needs = [temporaries_of(whole, device=o, at_once=True) for o in self.target.orders]
         most = max(self.at_least, *itertools.chain.from_iterable(needs))
-        unknown = int(_UNKNOWN * max(0, most - self.saved_bytes))
+        on_cpu = "cpu" in self.target.orders
+        unknown = margin(whole, max(0, most - self.saved_bytes), on_cpu=on_cpu)
         return most + unknown + self.target.scratch
 
     @cached_property
@@ -186,7 +190,7 @@ class Candidate:
         gradients = (v for v, moves in zip(joint.inputs, joint.active, strict=True) if moves)
         homes = sorted(map(nbytes, [*joint.outputs, *gradients]))
         found = taken = 0
-        for size in sorted(self._saved_sizes, reverse=True):
+        for size in sorted(map(nbytes, self._kept), reverse=True):
             if taken < len(homes) - bisect.bisect_left(homes, size):
                 taken += 1
             else:
@@ -322,13 +326,14 @@ class Search:
         if isinstance(budget, str):
             return self.within(budget)
         plans = [self.candidate(Choice(price)) for price in self._prices]
-        least = min(c.saved_bytes for c in plans)
+        least = min(plans, key=lambda c: c.saved_bytes)
         if isinstance(budget, float):
-            budget = int(least + budget * (self.fastest.saved_bytes - least))
+            more = budget * (self.fastest.saved_bytes - least.saved_bytes)
+            budget = int(least.saved_bytes + more)
         assert isinstance(budget, int)
         if fits := next((c for c in plans if c.saved_bytes <= budget), None):
             return fits
-        raise BudgetError(self._saves_more(budget, least), least)
+        raise BudgetError(_saves_more(budget, least), least.saved_bytes)
 
     @_uncollected()
     def within(self, budget: Budget) -> Candidate:
@@ -361,21 +366,6 @@ class Search:
             fast, fits = some[low], some[high]
         return fits
 
-    def _saves_more(self, budget: int, least: int) -> str:
-        halves = self.candidate(Choice(0.0)).halves
-        maker = halves.joint.maker()
-        made = sorted((v for v in halves.saved if v in maker), key=lambda v: -nbytes(v))[:5]
-        lines = "".join(
-            f"\n  {number(nbytes(v))}B  {v.aval.str_short(short_dtypes=True)}  "
-            f"{maker[v].primitive.name} at {source_line(maker[v])}"
-            for v in made
-        )
-        return (
-            f"`budget={budget:,}` for a named region: the least that it saves is {least:,} "
-            f"bytes:{lines}\nRaise the budget to that, or let more kinds of work run again "
-            "(`again=`)."
-        )
-
     def _too_small(self, budget: int) -> str:
         best = self.least
         top = [b for b in best.memory.at_peak if b.line != "argument"][:5]
@@ -386,6 +376,21 @@ class Search:
             f"Raise the budget to that, let more kinds of work run again (`again=`), or split the "
             "program into more layers."
         )
+
+
+def _saves_more(budget: int, least: Candidate) -> str:
+    maker = least.halves.joint.maker()
+    top = sorted(least.saved, key=lambda v: -nbytes(v))[:5]
+    lines = "".join(
+        f"\n  {number(nbytes(v))}B  {v.aval.str_short(short_dtypes=True)}  "
+        f"{maker[v].primitive.name} at {source_line(maker[v])}"
+        for v in top
+    )
+    return (
+        f"`budget={budget:,}` for a named region: the least that it saves beside its results is "
+        f"{least.saved_bytes:,} bytes:{lines}\nRaise the budget to that, or let more kinds of work "
+        "run again (`again=`)."
+    )
 
 
 @weakref_lru_cache

@@ -62,7 +62,7 @@ class Cut:
       again: the equations that run a second time, in program order.
       bytes: of what is saved and not there anyway.
       flops: of the work that runs a second time.
-      hosted: of what is saved, what the host keeps, and what holds it under its name.
+      hosted: of what is saved, what the host keeps, and what holds it under its names.
       stays: of what is saved, what is there anyway.
       below: the price below which it is chosen.
     """
@@ -71,7 +71,7 @@ class Cut:
     again: tuple[JaxprEqn, ...]
     bytes: int
     flops: int
-    hosted: Mapping[Var, Var | None] = field(default_factory=dict)
+    hosted: Mapping[Var, tuple[Var, ...]] = field(default_factory=dict)
     stays: frozenset[Var] = frozenset()
     below: float = math.inf
 
@@ -100,22 +100,32 @@ class Graph:
         forbidden = sorted(inside - self.settings.again)
         return forbidden[0] if forbidden else kind_of(eqn)
 
-    def _to_host(self) -> dict[Var, Var]:
+    def _to_host(self) -> dict[Var, tuple[Var, ...]]:
         """The values that go to the host, and those that hold them under their names.
 
-        That is what is named, as it was before it got its name; but for inputs, which others save.
+        That is what is named, as it was before it got its first name; but for inputs, which others
+        save: there it is what holds the name.
         """
         pairs = zip(self.joint.inputs, self.settings.free, strict=True)
-        not_there = [v for v, free in pairs if not free]
-        hosted = {}
+        passing = {v for v, free in pairs if not free}
+        there = {*self.joint.inputs, *self.joint.consts} - passing
+        origin: dict[Var, Var] = {}
+        names: dict[Var, list[Var]] = {}
+        offloaded: set[Var] = set()
         for eqn in self.joint.eqns:
-            if given_name(eqn) in self.settings.offload:
-                (before,), (named,) = eqn.invars, eqn.outvars
-                if isinstance(before, Var) and before in self.maker:
-                    hosted[before] = named
-                elif before in not_there:
-                    hosted[named] = named
-        return hosted
+            if (name := given_name(eqn)) is None:
+                continue
+            (before,), (named,) = eqn.invars, eqn.outvars
+            if not isinstance(before, Var) or before in there:
+                there.add(named)
+                continue
+            if before in passing:
+                origin.setdefault(before, named)
+            v = origin[named] = origin.get(before, before)
+            names.setdefault(v, []).append(named)
+            if name in self.settings.offload:
+                offloaded.add(v)
+        return {v: tuple(held) for v, held in names.items() if v in offloaded}
 
     def _to_save(self) -> dict[Var, tuple[int, int]]:
         """Of each value the bytes that saving it takes, and what decides ties."""
@@ -167,7 +177,8 @@ class Graph:
         """What the host keeps of the results."""
         if not self.settings.hands_on:
             return []
-        return [v for v, named in self.hosted.items() if named in self.joint.outputs]
+        results = set(self.joint.outputs)
+        return [v for v, names in self.hosted.items() if not results.isdisjoint(names)]
 
     def _saving(self, v: Var) -> int:
         amount, ties = self.save[v]

@@ -59,7 +59,7 @@ class Halves:
         if not kept:
             return self
         if kept not in self._hosting:
-            hosted = {**self.cut.hosted, **dict.fromkeys(kept)}
+            hosted = {**self.cut.hosted, **dict.fromkeys(kept, ())}
             self._hosting[kept] = replace(self, cut=replace(self.cut, hosted=hosted))
         return self._hosting[kept]
 
@@ -253,7 +253,9 @@ def _is_narrow(aval) -> bool:
 
 
 def _moved(old: Var, new: Var, to) -> list[JaxprEqn]:
-    return equations(lambda x: [jax.device_put(x, to)], [old], [new])
+    """Moves a value; where it was, its cotangent goes, which JAX leaves where it is if not told."""
+    source = _SPACE.Host if to is _SPACE.Device else _SPACE.Device
+    return equations(lambda x: [jax.device_put(x, to, src=source)], [old], [new])
 
 
 def _rounded(

@@ -156,6 +156,11 @@ class Batched:
         return batching.batch_jaxpr_axes(self.of.tangents, self.axis_data, self.dims, [0] * n)[0]
 
     @property
+    def within(self) -> Linear:
+        """The map that was batched, maybe more than once."""
+        return self.of.within if isinstance(self.of, Batched) else self.of
+
+    @property
     def count(self) -> int:
         return self.of.count
 

@@ -35,6 +35,7 @@ from xform._remat._plans import Inner
 from xform._remat._primitive import Plan, evaluate, region, region_p
 from xform._remat._row import before_readers, picks
 from xform.jaxpr import intern
+from xform.jaxpr._walk import at_line
 
 # A row of fewer layers is planned as a whole.
 ROW = 4
@@ -144,7 +145,8 @@ class Divide:
             return self._nested(eqn, body, args[:consts], args[consts : consts + carry],
                                 args[consts + carry :], length, levels)  # fmt: skip
 
-        program, values = flatten(retrace(run, [v.aval for v in eqn.invars]))
+        with at_line(eqn):
+            program, values = flatten(retrace(run, [v.aval for v in eqn.invars]))
         assert not values
         names: dict = dict(zip(program.invars, eqn.invars, strict=True))
         names.update(zip(program.outvars, eqn.outvars, strict=True))

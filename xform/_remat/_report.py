@@ -6,22 +6,23 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import jax.numpy as jnp
 
 from xform._amount import number
 from xform._buffers import Plan as Buffers
-from xform._compat import Jaxpr, JaxprEqn, Var
+from xform._compat import Jaxpr, JaxprEqn, Literal, Var
 from xform._memory import Memory
 from xform._program import is_on_host, merge, program, prune
 from xform._remat._budget import Candidate, Outer
 from xform._remat._halves import Halves
 from xform._remat._kinds import kind_of, nbytes
-from xform.jaxpr import source_line, walk
-from xform.jaxpr._walk import UNKNOWN
+from xform._remat._primitive import Batched
+from xform.jaxpr import carried, source_line, sub_jaxprs, walk
 
-_BODIES = ("scan", "cond", "shard_map")
-_TOP = "the program"
+# What leaves residuals of its bodies.
+_BODIES = ("scan", "cond", "shard_map", "jit")
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,8 @@ class Report:
     """What `remat.report` returns.
 
     Attributes:
-      saved: what the forward pass keeps for the backward, the largest first, arguments left out.
+      saved: what the forward pass keeps for the backward, the largest first, arguments and results
+        left out. What a region that runs again keeps meanwhile is not among it.
       recomputed: what runs again, in the same order.
       arguments: what the backward pass reads of these.
       memory: the peak of value and gradients, by `xform.memory`.
@@ -115,12 +117,21 @@ def report_of(jaxpr: Jaxpr, plan: Outer, paths: Sequence[str], chosen: Sequence[
     is_float = (t is not None and jnp.issubdtype(t, jnp.inexact) for t in types)
     active = tuple(a and b for a, b in zip(chosen, is_float, strict=True))
     candidate = plan.plans(jaxpr, active).within(plan.budget)
+    halves = candidate.halves
     saved: dict[tuple, Value] = {}
     again: dict[tuple, Value] = {}
-    inputs = dict(zip(candidate.halves.joint.inputs, paths, strict=True))
-    for halves, times, within in _nested(candidate.halves, within=_TOP):
-        _tell(halves, times, within, saved, again)
-    read = [v for v in candidate.halves.saved if v in inputs]
+    inputs = dict(zip(halves.joint.inputs, paths, strict=True))
+    maker = halves.joint.maker()
+    for v in halves.saved:
+        if v not in inputs and v not in halves.cut.stays:  # that is in the memory of a result
+            made = _made(v, maker)
+            on_host = v in halves.cut.hosted or is_on_host(v.aval)
+            _add(saved, made.value, made.what, made.line, made.times, made.kind, on_host=on_host)
+    for region, times in _regions(halves):
+        for eqn in region.cut.again:
+            for v in eqn.outvars:
+                _add(again, v, eqn.primitive.name, source_line(eqn), times, kind_of(eqn))
+    read = [v for v in halves.saved if v in inputs]
     arguments = [
         Value(nbytes(v), v.aval.str_short(short_dtypes=True), inputs[v], "argument") for v in read
     ]
@@ -131,46 +142,67 @@ def report_of(jaxpr: Jaxpr, plan: Outer, paths: Sequence[str], chosen: Sequence[
     )  # fmt: skip
 
 
-def _nested(halves: Halves, times: int = 1, within: str = "") -> Iterator[tuple[Halves, int, str]]:
-    """A region and those inside of it: how often each runs, and in a loop or branch at which line.
-
-    What a region saves that stands in no loop or branch, the one around it saves: "" for that.
-    """
-    yield halves, times, within
-    for site in walk(halves.joint.linear):
+def _regions(halves: Halves) -> Iterator[tuple[Halves, int]]:
+    """A region and those inside of it at any depth: how often each runs."""
+    yield halves, 1
+    for site in walk(halves.joint.linear):  # it looks into the regions that it finds
         inner = site.eqn.params.get("linear")
+        if isinstance(inner, Batched):
+            inner = inner.within
         if isinstance(inner, Halves):
-            n = math.prod(parent.params.get("length", 1) for parent, _ in site.parents)
-            line = source_line(site.parents[-1][0]) if site.parents else ""
-            yield from _nested(inner, times * n, line)
+            yield inner, math.prod(parent.params.get("length", 1) for parent, _ in site.parents)
 
 
-def _tell(halves: Halves, times: int, within: str, saved: dict, again: dict) -> None:
-    """Adds what one region saves, if no other tells of it, and what it runs again."""
-    maker = halves.joint.maker()
-    for v in halves.saved if within else ():
-        eqn = _maker(v, maker)
-        if v in halves.cut.stays or (eqn is not None and eqn.primitive.name in _BODIES):
-            continue  # in the memory of what is outside, or told of the region inside
-        if eqn is None and within != _TOP:
-            _add(saved, v, "carry", within, times, None)
-        elif eqn is not None:
-            at = (eqn.primitive.name, source_line(eqn), times, kind_of(eqn))
-            _add(saved, v, *at, on_host=v in halves.cut.hosted or is_on_host(v.aval))
-    for eqn in halves.cut.again:
-        for v in eqn.outvars:
-            _add(again, v, eqn.primitive.name, source_line(eqn), times, kind_of(eqn))
+class _Made(NamedTuple):
+    """What makes a value: the user's equation, or a loop that carries it.
+
+    Attributes:
+      value: as it is made in the innermost body.
+      what, line, kind: as in `Value`.
+      times: how often that is stacked.
+    """
+
+    value: Var
+    what: str
+    line: str
+    kind: str | None
+    times: int = 1
 
 
-def _maker(v: Var, maker: Mapping[Var, JaxprEqn]) -> JaxprEqn | None:
-    """The user's equation that makes a value; those that round it or move it have no line."""
-    eqn = maker.get(v)
-    while eqn is not None and eqn.primitive.name in ("device_put", "reduce_precision"):
+def _made(v: Var, maker: Mapping[Var, JaxprEqn]) -> _Made:
+    """Where a value comes from: in the body of the loop or branch whose result it is, if in one."""
+    v, eqn = _unmoved(v, maker)
+    outer = _Made(v, eqn.primitive.name, source_line(eqn), kind_of(eqn))
+    if eqn.primitive.name not in _BODIES:
+        return outer
+    i = eqn.outvars.index(v)
+    stacked = eqn.primitive.name == "scan" and i >= carried(eqn).carry
+    for _, body in sub_jaxprs(eqn):
+        inner = body.outvars[i]
+        inside = {w: e for e in body.eqns for w in e.outvars}
+        if isinstance(inner, Var) and inner in inside and not _is_filled(inside[inner]):
+            found = _made(inner, inside)
+            times = found.times * (eqn.params["length"] if stacked else 1)
+            return found._replace(times=times)
+        if stacked and isinstance(inner, Var) and inner in body.invars:
+            return _Made(inner, "carry", outer.line, None, eqn.params["length"])
+    return outer
+
+
+def _is_filled(eqn: JaxprEqn) -> bool:
+    """Whether it makes zeros, as a branch does of what another one leaves for the backward pass."""
+    return eqn.primitive.name == "broadcast_in_dim" and isinstance(eqn.invars[0], Literal)
+
+
+def _unmoved(v: Var, maker: Mapping[Var, JaxprEqn]) -> tuple[Var, JaxprEqn]:
+    """A value as it was before it was rounded to be saved, or moved, and what makes that."""
+    eqn = maker[v]
+    while eqn.primitive.name in ("device_put", "reduce_precision"):
         (before,) = eqn.invars
-        if source_line(eqn) != UNKNOWN or not isinstance(before, Var) or before not in maker:
+        if not isinstance(before, Var) or before not in maker:
             break
-        eqn = maker[before]
-    return eqn
+        v, eqn = before, maker[before]
+    return v, eqn
 
 
 def _add(

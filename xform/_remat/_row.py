@@ -107,7 +107,7 @@ def linearize_row(jaxpr: Jaxpr, active: tuple[bool, ...]) -> Joint:
 def _handed_on(halves: Halves, outputs: Sequence[Var], saved: Sequence[Atom]) -> dict[Atom, Atom]:
     """The results of a region that the host keeps, and what it keeps."""
     held = dict(zip(halves.saved, saved, strict=True))
-    name = {named: v for v, named in halves.cut.hosted.items()}
+    name = {named: v for v, names in halves.cut.hosted.items() for named in names}
     results = zip(halves.joint.outputs, outputs, strict=True)
     return {w: held[name[v]] for v, w in results if isinstance(v, Var) and v in name}
 
