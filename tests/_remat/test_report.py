@@ -87,3 +87,13 @@ def test_what_loops_of_loops_keep_has_the_lines_of_the_loop():
     told = remat.report(long, budget=0.0)(*args)
     assert {v.what for v in told.saved} == {"carry"}
     assert all("test_report.py" in v.line for v in (*told.saved, *told.recomputed))
+
+
+def test_a_result_may_be_a_number():
+    def f(ws, x):
+        for w in ws:
+            x = layer(x, w)
+        return (x**2).sum(), 3.0
+
+    told = remat.report(f, budget=0.5)(*arguments())
+    assert told.saved_bytes == kept(remat(lambda *args: f(*args)[0], budget=0.5), *arguments())

@@ -156,7 +156,7 @@ class Candidate:
     @cached_property
     def saved(self) -> list[Var]:
         """What the forward pass makes for the backward and the device keeps, results left out."""
-        results = set(self.halves.joint.outputs)
+        results = {v for v in self.halves.joint.outputs if isinstance(v, Var)}
         return [v for v in self._kept if v not in results]
 
     @property

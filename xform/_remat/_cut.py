@@ -177,7 +177,7 @@ class Graph:
         """What the host keeps of the results."""
         if not self.settings.hands_on:
             return []
-        results = set(self.joint.outputs)
+        results = {v for v in self.joint.outputs if isinstance(v, Var)}
         return [v for v, names in self.hosted.items() if not results.isdisjoint(names)]
 
     def _saving(self, v: Var) -> int:
