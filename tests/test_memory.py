@@ -500,6 +500,7 @@ def test_a_scan_of_several_iterations_a_turn_is_a_loop_of_these_and_the_rest(
 
     (eqn,) = jax.make_jaxpr(f)(f32(8, 64, 64), f32(256, 64)).eqns
     found = _unrolled.unrolled(eqn)
+    assert found is not None
     turns = [site.depth for site in walk(found) if site.eqn.primitive.name == "dot_general"]
     assert (turns.count(2), turns.count(1)) == (loop, rest)  # each in a call
     assert [v.str_short() for v in found.out_avals] == [v.aval.str_short() for v in eqn.outvars]

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 from xform import remat
+from xform.lowering._region import type_of
 
 WIDE, ROWS, LAYERS = 8, 16, 6
 
@@ -59,7 +60,7 @@ def kept(f, *args) -> int:
     """The bytes of what the forward pass leaves for the backward pass, arguments left out."""
     left = jax.make_jaxpr(lambda *args: jax.tree.leaves(jax.vjp(f, *args)[1]))(*args).jaxpr
     made = {v for eqn in left.eqns for v in eqn.outvars}
-    return sum(v.aval.size * v.aval.dtype.itemsize for v in made.intersection(left.outvars))
+    return sum(type_of(v).size * type_of(v).dtype.itemsize for v in made.intersection(left.outvars))
 
 
 @pytest.mark.parametrize("budget", BUDGETS, ids=str)
