@@ -26,14 +26,15 @@ def forecast(config: Config, mesh: Mesh) -> tuple[Costs, Costs]:
 
     Returns:
       Costs of what runs, and those of the model alone, on one device: of experts that a mesh or a
-      capacity gives places, some of which stay empty, only what the tokens' choices cost.
+      capacity gives places, some of which stay empty, only what the tokens' choices cost; and of
+      attention that a mesh splits along the sequence, where a part's mask is not causal, half.
     """
     with suppress(ValueError):  # of a device that nobody knows, there are no shares
         device()  # which measures a CPU: it takes seconds, for which no step is to wait
     mesh, layout = pipelined.flat(mesh, config.layout)
     costs, needs = counted(config, config.model, mesh, layout)
     print(f"{costs}\n{needs()}")
-    if not config.model.experts:
+    if not config.model.experts and mesh.shape.get("cp", 1) == 1:
         return costs, costs
     model = dataclasses.replace(config.model, capacity=None)
     one = make_mesh(dp=1, tp=1, ep=1, devices=mesh.local_devices[:1])

@@ -8,6 +8,7 @@ pytest.importorskip("grain")
 pytest.importorskip("optax")
 pytest.importorskip("rich")
 
+import llama
 import progress
 from settings import Config
 from xform import cost
@@ -41,3 +42,14 @@ def test_a_forecast_measures_the_device_before_any_step(monkeypatch):
     monkeypatch.setattr(progress, "counted", lambda *args: (0, lambda: asked.append(2)))
     progress.forecast(Config(), progress.make_mesh(dp=8, tp=1))
     assert asked == [1, 2]
+
+
+def test_attention_that_a_mesh_splits_along_the_sequence_counts_as_that_of_one_device(monkeypatch):
+    """A part of a zigzag sees keys after its queries' indices; the model is causal all the same."""
+    monkeypatch.setattr(progress, "device", lambda: None)
+    monkeypatch.setattr(progress, "memory", lambda grads: lambda *args: "")
+    model = llama.Config(layers=1, width=16, heads=2, kv_heads=1, head_size=8, hidden=32)
+    config = Config(model=model, batch=2, length=16)
+    mesh = progress.make_mesh(dp=1, cp=2, tp=1, devices=jax.devices()[:2])
+    _, counted = progress.forecast(config, mesh)
+    assert counted.model_flops == 2 * 16 * llama.flops_per_token(model, 16)
