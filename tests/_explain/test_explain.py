@@ -135,7 +135,7 @@ def test_matrix_products_are_compute_and_sums_are_memory():
     x = jnp.ones((1024, 1024))
     products = explain(lambda x: x @ x @ x @ x)(x).run
     assert products.compute > products.memory
-    sums = explain(lambda x: jnp.cumsum(x + 1, 0))(x).run
+    sums = explain(lambda x: jnp.flip(x, 0) + x)(x).run  # far from where this host's roofline bends
     assert sums.compute == 0
     assert sums.memory > 0
 
