@@ -170,12 +170,13 @@ def test_what_a_cpu_takes_apart_stays_within_what_is_said(f, params, x, budget):
 
 WIDE = f32(8, 512, 512), f32(4096, 512)
 LONG = mlp_params(m=512), f32(64, 512, 512)
+EDGES = [f32(512, 512)] * 4, f32(128, 512)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("budget", ["all", "none", 0.0])
-@pytest.mark.parametrize(("f", "args"), [(several_a_turn, WIDE), (recurrent, LONG)])
-def test_loops_stay_within_what_is_said_on_an_h200(f, args, budget):
+@pytest.mark.parametrize(("f", "args"), [(several_a_turn, WIDE), (recurrent, LONG), (graph, EDGES)])
+def test_loops_and_sums_by_index_stay_within_what_is_said_on_an_h200(f, args, budget):
     pytest.importorskip("jax_plugins.xla_cuda13", reason="no compiler for an H200")
     said = remat.report(f, budget=budget, device="H200")(*args).peak
     need = temporaries(gradient(f, budget=budget, device="H200"), *args, device="H200")

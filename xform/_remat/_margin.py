@@ -18,11 +18,12 @@ _UNKNOWN = 0.25
 # The same on a CPU that holds in 32 bits what a program holds in 16, and takes complex products
 # apart.
 _UNKNOWN_OF_PRODUCTS = 1.0
-# What a CPU takes apart into steps of its own, with a copy of the operands between them.
-_TAKEN_APART = frozenset(
+# What any compiler takes apart into steps of its own, with a copy of the operands between them.
+_BY_INDEX = frozenset(("scatter", "scatter-add", "scatter-mul", "scatter-min", "scatter-max"))
+# And what a CPU's does.
+_TAKEN_APART = _BY_INDEX | frozenset(
     (
         *("sort", "top_k", "cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"),
-        *("scatter", "scatter-add", "scatter-mul", "scatter-min", "scatter-max"),
         *("cholesky", "eig", "eigh", "geqrf", "householder_product", "lu", "qr", "schur", "svd"),
         *("hessenberg", "triangular_solve", "tridiagonal"),
     )
@@ -37,13 +38,15 @@ def margin(jaxpr: Jaxpr, passing: int, *, on_cpu: bool) -> int:
       passing: what it needs at once besides what is saved.
       on_cpu: whether a CPU's compiler is what it is for.
     """
-    if not on_cpu:
-        return int(_UNKNOWN * passing)
     eqns = [site.eqn for site in walk(jaxpr)]
+    apart = _TAKEN_APART if on_cpu else _BY_INDEX
+    copies = (_operands(eqn) for eqn in eqns if eqn.primitive.name in apart)
+    copied = max(copies, default=0)
+    if not on_cpu:
+        return int(_UNKNOWN * passing) + copied
     part = _UNKNOWN_OF_PRODUCTS if any(map(_is_unsure, eqns)) else _UNKNOWN
-    copies = (_operands(eqn) for eqn in eqns if eqn.primitive.name in _TAKEN_APART)
     woven = sum(nbytes(v) for eqn in eqns if _weaves(eqn) for v in eqn.outvars)
-    return int(part * passing) + max(copies, default=0) + woven
+    return int(part * passing) + copied + woven
 
 
 def _is_unsure(eqn: JaxprEqn) -> bool:
