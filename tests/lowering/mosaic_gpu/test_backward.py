@@ -16,7 +16,7 @@ from xform import causal, flex_attention, which
 from xform._compat import found_races
 from xform.lowering import mosaic_gpu
 from xform.lowering._spec import EMPTY
-from xform.lowering.mosaic_gpu import _attend
+from xform.lowering.mosaic_gpu import _attend, _gradient
 from xform.lowering.mosaic_gpu import _plgpu as plgpu
 from xform.lowering.mosaic_gpu._backward import Backward
 from xform.lowering.mosaic_gpu._backward_narrow import Narrow
@@ -178,6 +178,9 @@ LINED = {
         (2, 130, 200, 2, 1), lambda c, s, b, h, q, k: s + c[h, q - k + 199], BIAS((2, 329)),
         causal(),
     ),
+    "whole tiles": (
+        (1, 128, 256, 1, 1), lambda c, s, b, h, q, k: s + c[q - k + 255], BIAS((383,)), None,
+    ),
     "in buckets, of each entry": (
         (3, 150, 70, 2, 2),
         lambda c, s, b, h, q, k: s * c[b, jnp.clip(abs(q - k) // 9, 0, 11)],
@@ -229,6 +232,25 @@ def test_wide_heads_over_many_tiles(size, v_size, kv_heads, interpreted):
     for a, b in zip(jax.tree.leaves(run(None)), jax.tree.leaves(true), strict=True):
         error = jnp.linalg.norm(a.astype(jnp.float32) - b) / jnp.linalg.norm(b)
         assert error < 8e-3
+
+
+@hypothesis.given(st.sampled_from([1, 7, 40]), st.sampled_from([1, 9]), st.integers(0, 2**16))
+@hypothesis.settings(max_examples=12, deadline=None)
+def test_what_meets_at_a_place_is_added_up_in_order(count, size, seed):
+    rng = np.random.default_rng(seed)
+    places, values = rng.integers(-1, size, count), rng.integers(-99, 99, count)
+    found = _gradient._in_order(jnp.asarray(places), jnp.asarray(values, jnp.float32), size)
+    assert np.array_equal(found, [values[places == n].sum() for n in range(size)])
+
+
+def test_sums_that_would_take_gigabytes_are_refused():
+    q = jax.ShapeDtypeStruct((1, 1 << 17, 64, 64), jnp.bfloat16)
+    table = jnp.zeros((64, 1 << 18))
+    mod = lambda s, b, h, q, k: s + table[h, q - k + (1 << 17)]
+    said = []
+    ask = lambda q: said.append(which(q, q, q, score_mod=mod, gradient=True).why)
+    jax.eval_shape(ask, q)
+    assert "sums of 64 x 4094 lines of tiles, for what is read per distance" in said[0]
 
 
 @hypothesis.given(

@@ -51,7 +51,8 @@ def backward_lines(
     t = call.tiles
     units = math.prod(body.units)
     out = jax.ShapeDtypeStruct((body.parts * units, grid.lines, t.cols, t.rows), jnp.float32)
-    blocks = {"grid": (body.parts * units, grid.lines, 1), "grid_names": ("unit", "row", "col")}
+    # One number of a block: the others of a launch end at 65,535.
+    blocks = {"grid": (body.parts * units * grid.lines,), "grid_names": ("block",)}
     name = "flex_attention_backward_lines"
     run = launch(body.entry, name, t.warpgroups, (out,) * body.sums, blocks, interpret)
     sums = run(q, k, v, d_out, *statistics, *lists, *operands)
@@ -78,6 +79,10 @@ class Lines(Pairs):
     @property
     def owned(self) -> int:
         return self.grid.lines
+
+    def _place(self) -> tuple:
+        block, lines = lax.axis_index("block"), int32(self.grid.lines)
+        return lax.div(block, lines), lax.rem(block, lines), int32(0)
 
     def _live(self, block: Block, lists) -> Block:
         del lists  # a line has its own

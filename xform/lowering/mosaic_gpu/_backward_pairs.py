@@ -181,13 +181,18 @@ class Pairs:
     # -- where -------------------------------------------------------------------------------------
 
     def _block(self) -> Block:
-        unit, row, col = (lax.axis_index(name) for name in ("unit", "row", "col"))
+        unit, row, col = self._place()
         steps = -(-self.steps // self.parts)
         first = lax.div(unit, int32(math.prod(self.units))) * steps
         count = jnp.clip(self.steps - first, 0, steps)
         start = Block(unit, int32(0), int32(0), row, col, first, count)
         _, b, head = self._at(start, int32(0))
         return dataclasses.replace(start, b=b, head=head)
+
+    def _place(self) -> tuple:
+        """Of this block."""
+        unit, row, col = (lax.axis_index(name) for name in ("unit", "row", "col"))
+        return unit, row, col
 
     def _live(self, block: Block, lists) -> Block:
         """Without entries, if none has a visible pair."""

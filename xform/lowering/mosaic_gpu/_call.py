@@ -525,7 +525,8 @@ def launch(body: Callable, name: str, warpgroups: int, out_type: tuple, grid: di
         kernel_name=name,
         compiler_params=plgpu.CompilerParams(
             approx_math=True,
-            # No shared memory is both read and written by ordinary accesses of one warpgroup.
+            # No thread reads shared memory that another has written by an ordinary access, but
+            # behind a barrier of ours.
             unsafe_no_auto_barriers=True,
             lowering_semantics=plgpu.LoweringSemantics.Lane,
         ),

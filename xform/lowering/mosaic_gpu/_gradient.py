@@ -13,15 +13,18 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
+from itertools import batched
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from xform.lowering._contract import wide_of
 from xform.lowering._spec import Read, Spec
 from xform.lowering._tile_fn import Attend, Jvp, TileFn, Transpose, base
 from xform.lowering.mosaic_gpu import _attend
 from xform.lowering.mosaic_gpu._classes import BAND, COL, ROW, TILE, Class
+from xform.lowering.mosaic_gpu._lines import Grid
 from xform.lowering.mosaic_gpu._lookup import of_read
 from xform.lowering.mosaic_gpu._program import class_of_read, derivatives, load_one
 from xform.lowering.mosaic_gpu._tuning import (
@@ -38,6 +41,10 @@ _COLUMNS = 32
 _VECTORS = {1: 4, 2: 8}
 # The sums over the batch of what pairs read take so many times the room of the array, at most.
 _ROOM = 2
+# And those of what queries or distances read, a tile for each line of tiles, so many bytes.
+_ROOM_OF_LINES = 4 << 30
+# Numbers whose sums one kernel has registers for.
+_SUMS = 3
 _Q, _K, _V, _CAPTURES = 0, 3, 4, 5
 """Where these are among the operands of `Attend`."""
 
@@ -76,19 +83,19 @@ class Gradient:
         return tuple(n for n, moves in enumerate(flags) if moves)
 
     @property
-    def apart(self) -> dict[Class, tuple[int, ...]]:
-        """Of these, those of a kernel of their own, by what they belong to."""
+    def apart(self) -> list[tuple[Class, tuple[int, ...]]]:
+        """Of these, those of kernels of their own, and what they belong to."""
         found: dict[Class, tuple[int, ...]] = {}
         for n in self.wanted:
             kind = class_of_read(self.reads[n])
             if kind.pair in (ROW, BAND, TILE):
                 found[kind] = (*found.get(kind, ()), n)
-        return found
+        return [(kind, some) for kind, reads in found.items() for some in batched(reads, _SUMS)]
 
     @property
     def by_key(self) -> tuple[int, ...]:
         """The others, which the kernel that makes dK sums over the queries."""
-        apart = {n for group in self.apart.values() for n in group}
+        apart = {n for _, group in self.apart for n in group}
         return tuple(n for n in self.wanted if n not in apart)
 
 
@@ -106,6 +113,7 @@ def gradient_misfits(fn: TileFn, operands: Sequence) -> list[str]:
     wrong = _attend.misfits(gradient.spec, q_shape, kv_len, v_size)
     wrong = wrong or _crowded(gradient, q_shape[-1], v_size)
     wrong += _ill_paired(gradient, q_shape, kv_len, operands[_CAPTURES:])
+    wrong += _roomy(gradient, q_shape, kv_len)
     return list(dict.fromkeys(wrong))
 
 
@@ -115,7 +123,7 @@ def _ill_paired(gradient: Gradient, q_shape, kv_len: int, captures: Sequence) ->
     sizes, wrong = {"b": batch, "h": heads}, []
     groups = zip(gradient.spec.reads, captures, strict=False)
     arrays = [array for group, array in groups for _ in group]
-    for kind, reads in gradient.apart.items():
+    for kind, reads in gradient.apart:
         if kind.pair != TILE:
             continue
         pairs = q_len * kv_len * math.prod(sizes[x] for x in kind.heads)
@@ -131,11 +139,30 @@ def _ill_paired(gradient: Gradient, q_shape, kv_len: int, captures: Sequence) ->
     return wrong
 
 
+def _roomy(gradient: Gradient, q_shape, kv_len: int) -> list[str]:
+    """Why the kernel of lines should not sum what queries or distances read: the room it takes."""
+    *_, batch, q_len, heads, _ = q_shape
+    sizes, wrong = {"b": batch, "h": heads}, []
+    for kind, reads in gradient.apart:
+        if kind.pair == TILE:
+            continue
+        tiles = Tiles(by_keys=True, kv=64)
+        lines = Grid.of(kind.pair, (q_len, kv_len), tiles).lines
+        units = math.prod(sizes[x] for x in kind.heads)
+        room = 4 * tiles.rows * tiles.cols * lines * units * len(reads)
+        if room > _ROOM_OF_LINES:
+            wrong.append(
+                f"sums of {units} x {lines} lines of tiles, for what is read per "
+                f"{'query' if kind.pair == ROW else 'distance'}, which take {room / 2**30:.0f} GiB"
+            )
+    return wrong
+
+
 def _crowded(gradient: Gradient, qk_size: int, v_size: int) -> list[str]:
     """What does not fit into shared memory, or has no derivative."""
     try:
         vectors = len(vectors_of(_programs(gradient, gradient.by_key)))
-        apart = [_programs(gradient, reads) for reads in gradient.apart.values()]
+        apart = [_programs(gradient, reads) for _, reads in gradient.apart]
     except NotImplementedError as e:
         return [f"in the derivative: {e}"]
     wrong, most = [], _VECTORS[backward_tiles_of(qk_size, v_size).warpgroups]
@@ -278,7 +305,7 @@ def _gradient(
     dq, dk, dv, loads = _by_keys(
         gradient, block_map, inputs, tiles or backward_tiles_of(size, v_size), interpret
     )
-    for kind, reads in gradient.apart.items():
+    for kind, reads in gradient.apart:
         sums = _apart(gradient, block_map, inputs, kind, reads, interpret)
         loads |= dict(zip(reads, sums, strict=True))
     moving = gradient.moving
@@ -288,7 +315,7 @@ def _gradient(
     first = 0
     for capture, group, moves in zip(captures, spec.reads, moving[_CAPTURES:], strict=True):
         parts = [
-            _pulled_back(read, capture, context, origin, lengths[1], loads[n])
+            _pulled_back(read, capture, context, origin, lengths[1], spec.deterministic, loads[n])
             for n, read in enumerate(group, first)
             if moves
         ]
@@ -361,13 +388,15 @@ def _apart(
     return [jnp.expand_dims(x, -1 if kind.pair == ROW else -2) for x in sums]
 
 
-def _pulled_back(read: Read, capture, context, origin, kv_len: int, ct):
+def _pulled_back(read: Read, capture, context, origin, kv_len: int, deterministic: bool, ct):
     """The gradient of a captured array, from sums of the cotangents of what one read has.
 
     Args:
       read: one place where it is read.
       capture: the array.
       context, origin: as of `attend`.
+      kv_len: S.
+      deterministic: whether what is read at several places is added up in a fixed order.
       ct: `[B,H,T,S]`, or 1 in the place of what they are summed over; of distances, `[B,H,1,N]`,
         from `1 - S` on.
     """
@@ -378,7 +407,7 @@ def _pulled_back(read: Read, capture, context, origin, kv_len: int, ct):
     counts = ct.shape
     ct = ct.sum([d for d in dims if not keep[d]])
 
-    def load(capture):
+    def load(read, capture):
         def f(b, h, q, k):
             if kind.pair == BAND:  # any pair at that distance
                 distance = k - (kv_len - 1)
@@ -395,5 +424,32 @@ def _pulled_back(read: Read, capture, context, origin, kv_len: int, ct):
         ]
         return f(*index)
 
-    _, pull_back = jax.vjp(load, capture.astype(jnp.float32))
-    return pull_back(ct)[0]
+    # A pair's number is seldom another's, too, and there are too many of them to sort.
+    if not deterministic or kind.pair == TILE:
+        _, pull_back = jax.vjp(functools.partial(load, read), capture.astype(jnp.float32))
+        return pull_back(ct)[0]
+    numbers = jnp.arange(capture.size, dtype=jnp.int32).reshape(capture.shape)
+    filled = read.mode == lax.GatherScatterMode.FILL_OR_DROP
+    of_numbers = dataclasses.replace(
+        read, dtype=jnp.dtype(jnp.int32), fill_value=-1 if filled else None
+    )
+    return _in_order(load(of_numbers, numbers), ct, capture.size).reshape(capture.shape)
+
+
+def _in_order(places, values, size: int):
+    """Adds values `[...]` up by their places `[...]`, into `[size]`, the same way every time.
+
+    A GPU's scatter adds what meets in any order. Places below 0 are none.
+    """
+    order = jnp.argsort(places.ravel(), stable=True)
+    places, values = places.ravel()[order], values.ravel()[order]
+    new = jnp.append(True, places[1:] != places[:-1])
+
+    def join(a, b):
+        (x, starts), (y, starts_again) = a, b
+        return jnp.where(starts_again, y, x + y), starts | starts_again
+
+    sums, _ = lax.associative_scan(join, (values, new))
+    last = jnp.append(new[1:], True) & (places >= 0)
+    at = jnp.where(last, places, size)  # others are dropped
+    return jnp.zeros(size, values.dtype).at[at].set(sums, mode="drop")
