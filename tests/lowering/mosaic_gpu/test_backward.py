@@ -239,7 +239,7 @@ def test_wide_heads_over_many_tiles(size, v_size, kv_heads, interpreted):
 def test_what_meets_at_a_place_is_added_up_in_order(count, size, seed):
     rng = np.random.default_rng(seed)
     places, values = rng.integers(-1, size, count), rng.integers(-99, 99, count)
-    found = _gradient._in_order(jnp.asarray(places), jnp.asarray(values, jnp.float32), size)
+    found = _gradient._summed_by_place(jnp.asarray(places), jnp.asarray(values, jnp.float32), size)
     assert np.array_equal(found, [values[places == n].sum() for n in range(size)])
 
 

@@ -102,6 +102,8 @@ class Pairs:
         those by `sums` numbers that belong to a pair.
       heads: those of "bh" that the numbers differ along.
       sums: how many derivatives are summed.
+      registers: of a thread of each warpgroup.
+      lists: how many arrays say which tiles are live, where not all are.
     """
 
     call: Call

@@ -28,6 +28,7 @@ from xform.lowering.mosaic_gpu._lines import Grid
 from xform.lowering.mosaic_gpu._lookup import of_read
 from xform.lowering.mosaic_gpu._program import class_of_read, derivatives, load_one
 from xform.lowering.mosaic_gpu._tuning import (
+    PAIR_TILES,
     Tiles,
     backward_tiles_of,
     pair_tiles_of,
@@ -146,10 +147,9 @@ def _roomy(gradient: Gradient, q_shape, kv_len: int) -> list[str]:
     for kind, reads in gradient.apart:
         if kind.pair == TILE:
             continue
-        tiles = Tiles(by_keys=True, kv=64)
-        lines = Grid.of(kind.pair, (q_len, kv_len), tiles).lines
+        lines = Grid.of(kind.pair, (q_len, kv_len), PAIR_TILES).lines
         units = math.prod(sizes[x] for x in kind.heads)
-        room = 4 * tiles.rows * tiles.cols * lines * units * len(reads)
+        room = 4 * PAIR_TILES.rows * PAIR_TILES.cols * lines * units * len(reads)
         if room > _ROOM_OF_LINES:
             wrong.append(
                 f"sums of {units} x {lines} lines of tiles, for what is read per "
@@ -433,10 +433,10 @@ def _pulled_back(read: Read, capture, context, origin, kv_len: int, deterministi
     of_numbers = dataclasses.replace(
         read, dtype=jnp.dtype(jnp.int32), fill_value=-1 if filled else None
     )
-    return _in_order(load(of_numbers, numbers), ct, capture.size).reshape(capture.shape)
+    return _summed_by_place(load(of_numbers, numbers), ct, capture.size).reshape(capture.shape)
 
 
-def _in_order(places, values, size: int):
+def _summed_by_place(places, values, size: int):
     """Adds values `[...]` up by their places `[...]`, into `[size]`, the same way every time.
 
     A GPU's scatter adds what meets in any order. Places below 0 are none.

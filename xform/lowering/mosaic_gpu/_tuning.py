@@ -187,6 +187,10 @@ def backward_tiles_of(qk_size: int, v_size: int) -> Tiles:
     return Tiles(warpgroups=1 if wide else 2, q=64, kv=64, by_keys=True)
 
 
+PAIR_TILES = Tiles(warpgroups=2, q=64, kv=64, by_keys=True)
+"""Those of the kernels that sum what pairs, queries or distances read, but for their stages."""
+
+
 def pair_tiles_of(
     programs: Sequence[TileProgram | None], qk_size: int, v_size: int
 ) -> Tiles | None:
@@ -194,7 +198,7 @@ def pair_tiles_of(
 
     None where there are too many vectors that travel with the queries.
     """
-    tiles = Tiles(warpgroups=2, q=64, kv=64, by_keys=True)
+    tiles = PAIR_TILES
     width = {ROW: tiles.rows, BAND: tiles.rows + tiles.cols}
     operands = [operand for program in programs if program for operand in program.operands]
     stage = 2 * (tiles.rows + tiles.cols) * (qk_size + v_size)
