@@ -443,7 +443,7 @@ def _jvp(primals, tangents, *, spec, dtype, **params):
         hidden=hidden, outs=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (out, total)],
         implementation=implementation,
     )  # fmt: skip
-    d_out = (d_sum - d_one[..., None] * out) * blockwise.inverse(total * norm)[..., None]
+    d_out = (d_sum - d_one[..., None] * out) * _inverse_of_one(total * norm)[..., None]
     d_total = d_one * jax.lax.stop_gradient(values[2])
     # The cotangent of a wide output is rounded as products of it are, so that "delta" agrees.
     d_out = d_out.astype(dtype) if dtype == spec.dtype else rounded(d_out, spec.dtype)
@@ -453,6 +453,21 @@ def _jvp(primals, tangents, *, spec, dtype, **params):
         d_max = _d_max(primals, tangents, top, argmax, spec=spec, hidden=hidden)
         derivatives += [d_max, ad.Zero(jax.typeof(argmax).to_tangent_aval())]
     return values, derivatives
+
+
+@jax.custom_jvp
+def _inverse_of_one(x):
+    """`1 / x` of an x that is 1 but for its last bits, and has derivatives.
+
+    As a number it is nothing to multiply with, and a cotangent need not be written once more.
+    """
+    return jnp.ones_like(x)
+
+
+@_inverse_of_one.defjvp
+def _inverse_of_one_jvp(primals, tangents):
+    y = _inverse_of_one(*primals)
+    return y, -y * y * tangents[0]
 
 
 def _unrounded(spec: Spec) -> Spec:

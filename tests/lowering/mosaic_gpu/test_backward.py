@@ -281,21 +281,22 @@ def test_lines_visit_every_tile_and_add_up_all_that_belongs_together(along, rows
     assert np.array_equal(grid.added(jnp.asarray(sums), q_len, kv_len), true[along])
 
 
-@hypothesis.given(st.sampled_from([1, 5]), st.just(4), st.integers(0, 2**16))
+@hypothesis.given(st.sampled_from([1, 5]), st.just(4), st.booleans(), st.integers(0, 2**16))
 @hypothesis.settings(max_examples=12, deadline=None)
-def test_turns_count_the_blocks_launched_before(columns, tiles, seed):
+def test_turns_count_the_blocks_launched_before(columns, tiles, back, seed):
     kinds = jax.random.randint(jax.random.key(seed), (1, 2, columns, tiles), 0, 3)
-    order, count, entries, turns = map(np.asarray, _attend.walks(kinds.astype(jnp.int8)))
+    lists = _attend.walks(kinds.astype(jnp.int8), back=back)
+    order, count, entries, turns = map(np.asarray, lists)
     live = np.asarray(kinds != EMPTY)
     for unit in np.ndindex(1, 2):
         assert sorted(order[unit]) == list(range(columns))
-        assert list(count[unit][order[unit], 1]) == sorted(live[unit].sum(-1), reverse=True)
+        assert list(count[unit][:, 1]) == sorted(live[unit].sum(-1), reverse=True)
         seen = np.zeros(tiles, int)
-        for block in order[unit]:
-            n = count[*unit, block, 1]
-            visited = entries[*unit, block, :n] // 2
-            assert list(visited) == list(np.flatnonzero(live[*unit, block])[::-1])
-            assert list(turns[*unit, block, :n]) == list(seen[visited])
+        for n, block in enumerate(order[unit]):
+            visits = count[*unit, n, 1]
+            visited = entries[*unit, n, :visits] // 2
+            assert list(visited) == list(np.flatnonzero(live[*unit, block])[:: -1 if back else 1])
+            assert list(turns[*unit, n, :visits]) == list(seen[visited])
             seen[visited] += 1
 
 

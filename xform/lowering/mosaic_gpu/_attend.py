@@ -311,7 +311,9 @@ def _kinds(spec: Spec, block_map, batch, heads, lengths, tiles: Tiles, context, 
 def _steps(spec: Spec, block_map, batch, heads, lengths, tiles: Tiles, context, origin):
     """`steps` from `origin` on."""
     codes = _codes(spec, block_map, batch, heads, lengths, tiles, context, origin)
-    return walks(_by_keys(codes, *heads)) if tiles.by_keys else _compact(codes)
+    if not tiles.by_keys:
+        return _compact(codes)
+    return walks(_by_keys(codes, *heads), back=spec.deterministic)
 
 
 def _lines(spec: Spec, block_map, batch, heads, lengths, tiles: Tiles, along, context, origin):
@@ -360,28 +362,41 @@ def _by_keys(kinds, heads: int, kv_heads: int):
     return kinds.transpose(0, 1, 4, 3, 2).reshape(u, -1, columns, rows * group)
 
 
-def walks(kinds):
-    """Of codes `[..., C, N]` what each block of keys walks along, all from the last tile back.
+def walks(kinds, *, back: bool):
+    """Of codes `[..., C, N]` what each block of keys walks along, from the first tile or the last.
 
-    So blocks that meet at a tile of queries and are launched together, under a causal mask those
-    with the most work, meet where they begin.
+    Under a causal mask the blocks with the most work are launched together. From the last tile
+    back they meet where they begin, each a tile behind the one before: so in turns nobody waits.
+    From the first one on, where each has its own, they don't meet at all.
+
+    Args:
+      kinds: the codes.
+      back: from the last tile back.
 
     Returns:
-      The blocks as they are launched, `[..., C]`, the longest walk first. How many tiles each
-      visits, `[..., C, 2]`. Which, `[..., C, N]`: twice the index, plus 1 for a partial one. And
-      how many blocks are launched before that visit the same, `[..., C, N]`.
+      The blocks as they are launched, `[..., C]`, the longest walk first. In that order: how many
+      tiles each visits, `[..., C, 2]`; which, `[..., C, N]`, twice the index, plus 1 for a partial
+      one; and how many blocks are launched before that visit the same, `[..., C, N]`.
     """
-    n = kinds.shape[-1]
+    order, kinds = _launched(kinds)
     live = (kinds != EMPTY).astype(jnp.int32)
     count = live.sum(-1, dtype=jnp.int32)
-    order = jnp.argsort(-count, axis=-1, stable=True).astype(jnp.int32)
-    launched = jnp.take_along_axis(live, order[..., None], -2)
-    back = jnp.argsort(order, axis=-1)[..., None]
-    earlier = jnp.take_along_axis(jnp.cumsum(launched, -2) - launched, back, -2)
-    place = jnp.where(live, count[..., None] - jnp.cumsum(live, -1), n)
+    seen = jnp.cumsum(live, -1)
+    place = jnp.where(live, count[..., None] - seen if back else seen - 1, kinds.shape[-1])
     index = 2 * lax.broadcasted_iota(jnp.int32, kinds.shape, kinds.ndim - 1)
     lists = functools.partial(_scattered, place)
+    earlier = jnp.cumsum(live, -2) - live
     return order, jnp.stack([count, count], -1), lists(index + (kinds == PARTIAL)), lists(earlier)
+
+
+def _launched(kinds):
+    """Rows of codes `[..., R, C]` as they are launched, those with the most work first, and which.
+
+    What a block needs to know lies where its own number says: it need not ask for its row before.
+    """
+    live = (kinds != EMPTY).sum(-1, dtype=jnp.int32)
+    order = jnp.argsort(-live, axis=-1, stable=True).astype(jnp.int32)
+    return order, jnp.take_along_axis(kinds, order[..., None], -2)
 
 
 def _scattered(place, values):
@@ -393,7 +408,8 @@ def _scattered(place, values):
 
 
 def _compact(kinds):
-    """Of codes `[..., R, C]`: the rows by their work, counts, and the columns of live tiles."""
+    """Of codes `[..., R, C]`: the rows as launched; their counts, and columns of live tiles."""
+    order, kinds = _launched(kinds)
     columns = kinds.shape[-1]
     partial, full = kinds == PARTIAL, kinds == FULL
     n_partial = partial.sum(-1, dtype=jnp.int32)
@@ -407,5 +423,4 @@ def _compact(kinds):
         jnp.where(full, n_partial[..., None] + jnp.cumsum(full, -1, dtype=jnp.int32) - 1, columns),
     )
     cols = _scattered(place, jnp.broadcast_to(jnp.arange(columns, dtype=jnp.int32), kinds.shape))
-    order = jnp.argsort(-n_live, axis=-1, stable=True).astype(jnp.int32)
     return order, count, cols

@@ -313,7 +313,7 @@ class Backward:
             return launched
         turns_ref = steps[3]
         i = jnp.clip(i, 0, jnp.maximum(walk.count - 1, 0))
-        return turns_ref[*lead(turns_ref, walk.b, walk.head), walk.row, i]
+        return turns_ref[*lead(turns_ref, walk.b, walk.head), launched, i]
 
     # -- the warpgroups that compute ---------------------------------------------------------------
 
@@ -325,9 +325,8 @@ class Backward:
         plgpu.barrier_wait(smem["kv_full"])
         if call.programs.mask is not None:
             for n, _ in self.pieces:
-                self._clean(smem["k"].at[n, warpgroup])
-            self._clean(smem["v"].at[warpgroup])
-            plgpu.commit_smem()
+                mma.clean(smem["k"].at[n, warpgroup])
+            mma.clean(smem["v"].at[warpgroup])
 
         def accumulate(dk_acc):
             def walk_tiles(dv_acc):
@@ -372,11 +371,10 @@ class Backward:
         def scores(s_acc):
             def derivatives(dp_acc):
                 plgpu.barrier_wait(smem["q_full"].at[slot])
-                self._clean_shared(partial, warpgroup, q_tile, smem)
+                plgpu.barrier_wait(smem["do_full"].at[slot])
+                self._clean_shared(partial, warpgroup, slot, smem)
                 for n, cols in self.pieces:
                     mma.qk(s_acc, smem["k"].at[n, w], q_tile.at[:, cols])
-                plgpu.barrier_wait(smem["do_full"].at[slot])
-                self._clean_shared(partial, warpgroup, do_tile, smem)
                 mma.qk(dp_acc, smem["v"].at[w], do_tile)
                 of = lambda: call.values(held, smem["vectors"], slot, warpgroup * call.tiles.kv)
                 # What is looked up is loaded while the products run; all else costs registers.
@@ -410,8 +408,9 @@ class Backward:
         per_query = lambda name: lax.broadcast_in_dim(
             mma.column(smem[name].at[slot]), call.shape, [1]
         )
-        t_tile, slope, *numbers = modified(call, s_tile, place, values)
-        p = weights(call, t_tile, partial, place, values, per_query)
+        t_tile, *slopes = modified(call, s_tile, place, values)
+        p, slopes = weights(call, t_tile, slopes, partial, place, values, per_query)
+        slope, *numbers = slopes
         kept = None
         if call.programs.dropout is not None:
             kept = call.run(call.programs.dropout, place, values)
@@ -423,35 +422,41 @@ class Backward:
         dp = read()
         dp = dp if kept is None else dp * kept
         ds = p * (dp + per_query("delta"))
-        sums = [seen(call, partial, p, ds * x).sum(axis=1) for x in numbers]
-        return seen(call, partial, p, ds * slope if numbers else ds).astype(call.narrow), sums
+        ds = seen(call, partial, p, ds)
+        sums = [(ds * x).sum(axis=1) for x in numbers]
+        return (ds * slope if numbers else ds).astype(call.narrow), sums
 
-    def _clean(self, tile):
-        """Puts 0 where a tile is not finite.
+    def _clean_shared(self, partial, warpgroup, slot, smem: dict):
+        """Puts 0 where the queries of a tile are not finite, if something of it is hidden.
 
-        `0 * NaN` is NaN, so a product would not keep hidden what is hidden. Who sees such a key has
-        no finite output, and learns of it by the statistics of its row.
+        `0 * NaN` is NaN, so a product would not keep hidden what is hidden. Who sees such a number
+        learns of it by the statistics of a row.
         """
-        width = swizzle_of(tile.shape[-1], self.call.narrow) // self.call.narrow.itemsize
-        for n in range(0, tile.shape[-1], width):  # registers: not a wide tile at once
-            part = tile.at[:, plgpu.ds(n, width)]
-            x = self.call.mma.tile(part)
-            part[...] = jnp.where(jnp.abs(x.astype(jnp.float32)) < jnp.inf, x, jnp.zeros_like(x))
-
-    def _clean_shared(self, partial, warpgroup, tile, smem: dict):
-        """The same for a tile that both warpgroups read, where something is hidden."""
 
         def clean():
             @plgpu.when(warpgroup == 0)
             def _():
-                self._clean(tile)
-                plgpu.commit_smem()
+                swizzle = swizzle_of(self.columns, self.call.narrow)
+                self.call.mma.clean(smem["q"].at[slot], swizzle)
+
+            @plgpu.when(warpgroup == 1)
+            def _():
+                self.call.mma.clean(smem["do"].at[slot])
+                self._clean_rows(slot, smem)
 
             plgpu.barrier_arrive(smem["clean"])
             plgpu.barrier_wait(smem["clean"])
 
         if self.call.programs.mask is not None:
             plgpu.when(partial)(clean)
+
+    def _clean_rows(self, slot, smem: dict):
+        """The same for `delta`; a row that loses it has no weights, and tells by them."""
+        delta, norm = (self.call.mma.column(smem[name].at[slot]) for name in ("delta", "norm"))
+        finite = jnp.abs(delta) < jnp.inf
+        smem["delta"].at[slot][...] = jnp.where(finite, delta, 0.0)
+        smem["norm"].at[slot][...] = jnp.where(finite, norm, jnp.nan)
+        plgpu.commit_smem()
 
     def _products(self, i, ds, warpgroup, slot, dk_acc, smem: dict):
         """Adds a tile to dK and dQ."""

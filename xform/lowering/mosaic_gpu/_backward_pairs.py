@@ -317,15 +317,15 @@ class Pairs:
                 mma.qk(dp_acc, v_tile, do_tile)
                 s_tile = mma.read(s_acc, 1, q_tile)
                 values = call.values(own[0], smem["vectors"], slot, own[1])
-                t_tile, _, *numbers = modified(call, s_tile, place, values)
-                p = weights(call, t_tile, partial, place, values, per_query)
+                t_tile, _, *slopes = modified(call, s_tile, place, values)
+                p, slopes = weights(call, t_tile, slopes, partial, place, values, per_query)
                 kept = None
                 if call.programs.dropout is not None:
                     kept = call.run(call.programs.dropout, place, values)
                 dp = mma.read(dp_acc, 0, do_tile)
                 dp = dp if kept is None else dp * kept
-                ds = p * (dp + per_query("delta"))
-                return [seen(call, partial, p, ds * x) for x in numbers]
+                ds = seen(call, partial, p, p * (dp + per_query("delta")))
+                return [ds * x for x in slopes]
 
             return mma.scoped(cotangents, buffers["dp"], warpgroup, call.shape)
 

@@ -127,8 +127,7 @@ class Wide(Backward):
         plgpu.barrier_wait(smem["kv_full"])
         if call.programs.mask is not None:
             for n, _ in self.pieces:
-                self._clean(smem["k"].at[n])
-            plgpu.commit_smem()
+                mma.clean(smem["k"].at[n])
 
         def accumulate(dv_acc):
             def step(i, carry):
@@ -173,10 +172,10 @@ class Wide(Backward):
 
         def scores(s_acc):
             plgpu.barrier_wait(smem["q_full"].at[slot])
-            self._clean_partial(partial, q_tile)
+            plgpu.barrier_wait(smem["do_full"].at[slot])
+            self._clean_partial(partial, slot, smem)
             for n, cols in self.pieces:
                 mma.qk(s_acc, smem["k"].at[n], q_tile.at[:, cols])
-            plgpu.barrier_wait(smem["do_full"].at[slot])
             s_tile = mma.read(s_acc, 0, q_tile)
             plgpu.when(i > 0)(lambda: self._free_cotangents(i - 1, smem))
             return s_tile
@@ -198,12 +197,12 @@ class Wide(Backward):
         self.call.mma.wait(smem["do"].at[slot])
         plgpu.barrier_arrive(smem["do_free"].at[slot])
 
-    def _clean_partial(self, partial, tile):
-        """Puts 0 where a tile is not finite, if something of it is hidden."""
+    def _clean_partial(self, partial, slot, smem: dict):
+        """Puts 0 where queries and `delta` are not finite, if something of a tile is hidden."""
 
         def clean():
-            self._clean(tile)
-            plgpu.commit_smem()
+            self.call.mma.clean(smem["q"].at[slot])
+            self._clean_rows(slot, smem)
 
         if self.call.programs.mask is not None:
             plgpu.when(partial)(clean)
@@ -232,8 +231,7 @@ class Wide(Backward):
         fill(int32(1), again=False)
         plgpu.barrier_wait(smem["kv_full"])
         if self.call.programs.mask is not None:
-            self._clean(smem["v"])
-            plgpu.commit_smem()
+            mma.clean(smem["v"])
 
         def accumulate(dk_acc):
             def free(i, in_flight):
@@ -250,7 +248,8 @@ class Wide(Backward):
 
                 def product(dp_acc):
                     plgpu.barrier_wait(smem["do_full"].at[slot])
-                    self._clean_partial(partial, do_tile)
+                    if self.call.programs.mask is not None:
+                        plgpu.when(partial)(lambda: mma.clean(do_tile))
                     mma.qk(dp_acc, smem["v"], do_tile)
 
                     @plgpu.when(i > 0)

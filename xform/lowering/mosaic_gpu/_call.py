@@ -278,17 +278,16 @@ class Call:
     # -- where ------------------------------------------------------------------------------------
 
     def walk(self, batch, head, row, steps) -> Walk:
-        """What the block of a batch entry, a head and a row visits; rows come in their order."""
+        """What a block of a batch entry and a head visits; `row` is its place in the order."""
         b = lax.rem(batch, int32(self.sizes.mods_batch))
         if not self.sparse:
             count = int32(self.visits)
             return Walk(batch, b, head, row, int32(0), count, lambda i: i)
         order_ref, count_ref, cols_ref = steps
         unit = lead(order_ref, b, head)
-        row = order_ref[*unit, row]
         return Walk(
-            batch, b, head, row, count_ref[*unit, row, 0], count_ref[*unit, row, 1],
-            lambda i: cols_ref[*unit, row, i],
+            batch, b, head, order_ref[*unit, row],
+            count_ref[*unit, row, 0], count_ref[*unit, row, 1], lambda i: cols_ref[*unit, row, i],
         )  # fmt: skip
 
     def pieces(self, pair: str) -> list[tuple[int, int]]:

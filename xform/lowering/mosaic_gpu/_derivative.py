@@ -8,7 +8,7 @@ mod reads has a derivative too: `dS'` with that in the place of `slope` is its c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -32,26 +32,28 @@ def modified(call: Call, s_tile, place: Place, values: Sequence) -> tuple:
     return t_tile * LOG2E, *slopes
 
 
-def weights(call: Call, t_tile, partial, place: Place, values: Sequence, per_query: Callable):
-    """The weights of a tile, 0 where hidden.
+def weights(call: Call, t_tile, slopes, partial, place: Place, values: Sequence, per_query):
+    """The weights of a tile and the derivatives of its scores, 0 where hidden.
 
     Args:
-      call, partial, place, values: as above, and whether the mask is needed.
+      call, partial, place, values: as above, and whether the mask is needed; None is for never.
       t_tile: exponents of 2.
-      per_query: `base`, `norm` or `delta` over the tile.
+      slopes: derivatives; None for one that is a number.
+      per_query: `base` or `norm` over the tile.
     """
     p = jnp.exp2(t_tile - per_query("base")) * per_query("norm")
-    # A row whose cotangent was not finite has such a delta, and tells by it.
-    hide = lambda p: jnp.where(call.visible(place, values), p + 0 * per_query("delta"), 0.0)
-    return where_partial(call, partial, p, hide)
+    if partial is None or not call.masked:
+        return p, slopes
+
+    def hide(tiles):
+        visible = call.visible(place, values)
+        return jax.tree.map(lambda x: jnp.where(visible, x, 0.0), tiles)
+
+    return lax.cond(partial, hide, lambda tiles: tiles, (p, slopes))
 
 
 def seen(call: Call, partial, p, x) -> jax.Array:
     """`x`, and 0 where the weight is: what that multiplies counts for nothing, NaN included."""
-    return where_partial(call, partial, x, lambda x: jnp.where(p == 0.0, 0.0, x))
-
-
-def where_partial(call: Call, partial, x, masked: Callable):
-    """`masked(x)` where the tile is partial; None is for never."""
-    never = partial is None or not call.masked
-    return x if never else lax.cond(partial, masked, lambda x: x, x)
+    if partial is None or not call.masked:
+        return x
+    return lax.cond(partial, lambda x: jnp.where(p == 0.0, 0.0, x), lambda x: x, x)

@@ -1,10 +1,11 @@
-"""What Pallas can't say, or not well, in Mosaic's own terms: three tiles, and turns.
+"""What Pallas can't say, or not well, in Mosaic's own terms: three tiles, turns, and cleaning.
 
 The tiles are in the layout of a product's result: a thread holds pairs of neighbouring columns, 8
 columns and 8 rows apart. What it holds is one place of its own plus constants, and saying so is
 what matters: an iota costs a conversion or an addition of its own for every element.
 """
 
+import math
 from collections.abc import Iterator
 
 import numpy as np
@@ -130,8 +131,9 @@ def store_by_thread(ref, tile) -> None:
     """Stores a tile of 64 rows as the threads hold it, 16 bytes of each at a time.
 
     Args:
-      ref: float32 `[n, 256]` in shared memory: of 8 columns after another, of all threads, two
-        columns of one row and two of the row 8 below.
+      ref: float32 `[n, 256]` in shared memory: of 16 columns after another, first of all threads'
+        upper rows, then of those 8 below, two columns and the two 8 to the right. So four threads
+        have 16 columns of a row side by side, for whoever reads rows.
       tile: float32, in the layout of a product's result.
     """
     for fours, place in _fours(tile.registers, tile.shape):
@@ -175,7 +177,8 @@ def _fours(registers, shape: tuple[int, int]):
     row = arith.divui(thread, constant(64))
     col = arith.muli(arith.remui(thread, constant(64)), constant(4))
     for n in range(shape[1] // 8):
-        yield (at[0, 8 * n], at[8, 8 * n]), [arith.addi(row, constant(2 * n)), col]
+        r, c = 8 * (n % 2), 16 * (n // 2)
+        yield (at[r, c], at[r, c + 8]), [arith.addi(row, constant(2 * n)), col]
 
 
 def in_eight(tile):
@@ -243,6 +246,62 @@ def copied(tile):
     for place in np.ndindex(registers.shape):
         registers[place] = copy(tile.registers[place])
     return plgpu.FragmentedArray(_registers=registers, _layout=tile.layout, _is_signed=None)
+
+
+# Of two numbers of 16 bits in a word: all bits of an exponent, and the lowest of each.
+_EXPONENTS = {"bf16": (0x7F807F80, 0x00800080), "f16": (0x7C007C00, 0x04000400)}
+# Bytes that the threads of a warpgroup read at once.
+_ROUND = 128 * 16
+
+
+def clean_by_thread(ref) -> None:
+    """Puts 0 where a tile of shared memory, 16 bits a number, has an infinity or NaN.
+
+    In whatever order the numbers lie, 16 bytes of each thread at a time. An exponent of ones
+    carries into the sign's place when one is added to it: two instructions for two numbers, and a
+    loop that seldom runs, out of the way of those around it.
+    """
+    kind = ir.MemRefType(ref.type)
+    exponents, ones = _EXPONENTS[str(kind.element_type)]
+    rounds, rest = divmod(2 * math.prod(kind.shape), _ROUND)
+    assert rest == 0, f"{kind} is no multiple of {_ROUND} bytes"
+    i32 = ir.IntegerType.get_signless(32)
+    start = llvm.ptrtoint(i32, plgpu.memref_ptr(ref))
+    start = arith.addi(start, arith.muli(_thread(), arith.constant(i32, 16)))
+    words = [f"w{n}" for n in range(4)]
+    tested = "".join(
+        f"and.b32 t, {w}, {exponents:#x}; add.s32 t, t, {ones:#x}; or.b32 bad, bad, t;\n"
+        for w in words
+    )
+    mended = "".join(
+        f"and.b32 t, {w}, {exponents:#x}; add.s32 t, t, {ones:#x}; and.b32 t, t, 0x80008000;\n"
+        f"shr.u32 t, t, 15; mul.lo.u32 t, t, 0xffff; not.b32 t, t; and.b32 {w}, {w}, t;\n"
+        for w in words
+    )
+    four = "{" + ", ".join(words) + "}"
+    text = f"""
+    {{
+    .reg .pred some, more;
+    .reg .b32 w<4>, t, bad, at, left;
+    mov.b32 at, $0;
+    mov.b32 left, {rounds};
+    next_${{:uid}}:
+    .pragma "nounroll";
+    ld.shared.v4.b32 {four}, [at];
+    mov.b32 bad, 0;
+    {tested}
+    and.b32 bad, bad, 0x80008000;
+    setp.ne.u32 some, bad, 0;
+    @!some bra clean_${{:uid}};
+    {mended}
+    st.shared.v4.b32 [at], {four};
+    clean_${{:uid}}:
+    add.s32 at, at, {_ROUND};
+    sub.s32 left, left, 1;
+    setp.gt.s32 more, left, 0;
+    @more bra next_${{:uid}};
+    }}"""
+    _assembly([start], text, "r,~{memory}")
 
 
 def _thread():

@@ -20,6 +20,7 @@ from xform.lowering.mosaic_gpu._fragments import (
     add_by_thread,
     await_count,
     band_tile,
+    clean_by_thread,
     copied,
     count_up,
     in_eight,
@@ -144,10 +145,10 @@ class Hardware:
     def unpacked(self, parcels, rows: int, cols: int):
         """Arrays `[...,*parcel]` as `[...,rows,cols]`."""
         lead = parcels.shape[:-2]
-        # 8 columns at a time: of each thread two columns of a row and of the row 8 below.
-        x = parcels.reshape(*lead, cols // 8, rows // 16, 8, 4, 2, 2)
+        # See `store_by_thread`: 16 columns, lower or upper rows, warps, rows, and four threads.
+        x = parcels.reshape(*lead, cols // 16, 2, rows // 16, 8, 4, 2, 2)
         n = len(lead)
-        order = (*range(n), n + 1, n + 4, n + 2, n, n + 3, n + 5)
+        order = (*range(n), n + 2, n + 1, n + 3, n, n + 5, n + 4, n + 6)
         return x.transpose(order).reshape(*lead, rows, cols)
 
     def packed(self, buffer, shape):
@@ -210,6 +211,18 @@ class Hardware:
 
         fence()
         plgpu.barrier_arrive(barrier)
+
+    def clean(self, buffer, swizzle: int | None = None):
+        """Puts 0 where a tile of shared memory, `tiled` like this, is not finite."""
+        tiles = plgpu.tiles_of(buffer.shape[-1], buffer.dtype.itemsize, swizzle)
+
+        @_effect(plgpu.RefType(tiles))
+        def clean(ctx, ref):
+            del ctx
+            clean_by_thread(ref)
+
+        clean(buffer)
+        plgpu.commit_smem()
 
     def tile(self, buffer):
         """A tile of shared memory as values."""
@@ -368,6 +381,12 @@ class Twin:
     def hand_back(self, barrier):
         plgpu.commit_smem()
         plgpu.barrier_arrive(barrier)
+
+    def clean(self, buffer, swizzle: int | None = None):
+        del swizzle
+        x = buffer[...]
+        buffer[...] = jnp.where(jnp.isfinite(x.astype(jnp.float32)), x, jnp.zeros_like(x))
+        plgpu.commit_smem()
 
     def tile(self, buffer):
         return buffer[...]
