@@ -231,7 +231,7 @@ def test_few_plans_are_measured_however_many_prices_there_are(monkeypatch):
     widths = [128 + 8 * i for i in range(12)]
     each = [dict(up=f32(64, n), down=f32(n, 64)) for n in widths]
     for params in ([mlp_params()] * 12, each):
-        for budget in (0.0, 0.3, 4_000_000):
+        for budget in (0.0, 0.3):
             measured.clear()
             remat.report(unrolled, budget=budget, device="H200")(params, f32(96, 64))
             assert len(measured) <= 14

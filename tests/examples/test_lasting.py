@@ -76,7 +76,13 @@ def bad(monkeypatch):
     return losses, seen
 
 
-@pytest.mark.parametrize("factor", [math.nan, 4.0], ids=["no number", "a jump"])
+@pytest.mark.parametrize(
+    "factor",
+    [
+        pytest.param(math.nan, id="no number"),
+        pytest.param(4.0, id="a jump", marks=pytest.mark.slow),
+    ],
+)
 def test_a_bad_batch_is_left_out_for_good(tmp_path, bad, factor, capsys):
     losses, seen = bad
     losses[25] = factor

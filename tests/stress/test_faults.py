@@ -19,6 +19,14 @@ pytest.importorskip("tyro")
 from benchmarks.fault_campaign import FAULTS, HUNG, ROOT, Campaign, Life, lines_in, live, own_port
 
 
+def test_a_process_killed_before_it_commits_loses_nothing(tmp_path):
+    campaign = Campaign(tmp_path, steps=10)
+    campaign.undisturbed()
+    kinds = ["killed before it commits"]
+    assert [life.fault for life, _ in campaign.faults(kinds)] == kinds
+
+
+@pytest.mark.slow
 def test_three_faults_lose_nothing(tmp_path):
     kinds = ["killed", "stopped", "killed before it commits"]
     campaign = Campaign(tmp_path, steps=14, hang=8.0)

@@ -126,7 +126,7 @@ with Watchdog(clock, 1.0, rank=rank, ranks=3, folder=folder):
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="there are no such locks")
-@pytest.mark.parametrize("stuck", [0, 2])
+@pytest.mark.parametrize("stuck", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_all_who_hang_speak_before_the_first_of_them_ends(tmp_path, stuck):
     start = [sys.executable, "-c", HANGS, str(tmp_path)]
     running = [
