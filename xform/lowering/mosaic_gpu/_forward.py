@@ -61,8 +61,9 @@ def forward(call: Call, q, k, v, *scales, steps, operands, body: type[Forward], 
       call: what is static.
       q, k, v: as above, bfloat16 or float16; with `scales`, all of `InEight`.
       steps: `(order [U,W,R], count [U,W,R,2], cols [U,W,R,C])`, int32: the rows of tiles, the
-        most work first; in that order, how many tiles of each are partial, and live; their columns,
-        partial ones first. U is 1 or the batch of the mods, W is 1 or H. Empty where all tiles are full.
+        most work first; in that order, how many tiles of each are partial, and live; their
+        columns, partial ones first. U is 1 or the batch of the mods, W is 1 or H. Empty where all
+        tiles are full.
       operands: those of `call.operands`.
       body: of the kernel.
       interpret: parameters of the interpreter, for tests without a GPU.
