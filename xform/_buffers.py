@@ -281,6 +281,13 @@ class Plan:
         inside = []
         nothing: frozenset[Node] = frozenset()
         for node in self.given.nodes:
+            if node.outs and node.outs[0] in self.view and node.name != _BARRIER:
+                inside.append(node)
+                viewed, v = self.root(node.outs[0]), node.outs[0]
+                after[v] = after.get(viewed, nothing)
+                if viewed in instead:
+                    instead[v] = instead[viewed]
+                continue
             before = nothing
             for v in node.ins:
                 again = v in instead and _fuses_operands(node, v)
@@ -298,7 +305,7 @@ class Plan:
         order = []
         while ready:
             order.append(node := ready.popleft())
-            for user in reversed(users.get(node, ())):
+            for user in sorted(reversed(users.get(node, ())), key=_turns_image):
                 waits[user] -= 1
                 if not waits[user]:
                     ready.append(user)
@@ -397,7 +404,7 @@ class Plan:
                         zeros[size] = _Span(size, 0, i, [(0, v)])
                 else:
                     over.remove(span)
-                span.values.append((i, v))
+                    span.values.append((i, v))
                 span.end = max(i, last.get(v, i))
                 ending.setdefault(span.end, []).append(span)
         return [*spans, *zeros.values()]
@@ -562,6 +569,11 @@ def _by_depth(region: Region) -> Region:
         depth.append(at)
     order = sorted(range(len(depth)), key=depth.__getitem__)
     return Region(region.inputs, [region.nodes[i] for i in order], region.outputs)
+
+
+def _turns_image(node: Node) -> bool:
+    """Whether it copies what a convolution reads in another order: XLA adds such copies last."""
+    return node.name == "copy" and node.eqn.primitive.name == "conv_general_dilated"
 
 
 def _is_free(busy: Sequence[tuple[int, int]], span: _Span) -> bool:

@@ -151,8 +151,20 @@ def _choice(node: Node, shared: dict) -> list[Node] | None:
     return None
 
 
+def _scaled(node: Node, shared: dict) -> list[Node] | None:
+    """A quotient by a number that is known is a product with its reciprocal, which costs less."""
+    del shared
+    above, below = node.ins
+    known = folded(source(below))
+    if not known or not jnp.issubdtype(below.aval.dtype, jnp.floating):
+        return None
+    return [_made("mul", node, [above, below], node.outs)]
+
+
 def _reciprocal(node: Node, shared: dict) -> list[Node] | None:
     """A quotient by what is spread out is a product with its reciprocal, which is found once."""
+    if (scaled := _scaled(node, shared)) is not None:
+        return scaled
     above, below = node.ins
     small = source(below)
     if small.size in (1, node.outs[0].size) or not jnp.issubdtype(small.aval.dtype, jnp.floating):
@@ -274,7 +286,7 @@ def _split(node: Node, shared: dict, *, gpu: Gpu) -> list[Node] | None:
 
 _RUNNING = ("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp")
 _LAPACK = ("triangular_solve", "lu", "qr", "geqrf", "geqp3", "householder_product", "svd", "eigh")
-_BOTH: Mapping[str, Rule] = dict.fromkeys(("add", "add_any"), _into_sum)
+_BOTH: Mapping[str, Rule] = {**dict.fromkeys(("add", "add_any"), _into_sum), "div": _scaled}
 _CPU: Mapping[str, Rule] = {
     **_BOTH,
     "div": _reciprocal,
