@@ -9,7 +9,8 @@ turn; a GPU sums a product of few rows in parts.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 
 import jax
@@ -51,13 +52,20 @@ def expand(region: Region, rules: Mapping[str, Rule]) -> Region:
     """Takes operations apart, at every depth, by the rules of a device."""
     for inner in region.bodies():
         expand(inner, rules)
-    shared: dict = {}
+    shared: dict = dict(Counter(_reads(region)))
     nodes: list[Node] = []
     for node in _in_turn(region):
         rule = rules.get(node.name)
         nodes += (rule(node, shared) if rule else None) or [node]
     region.nodes[:] = _zeros_apart(nodes)
     return region
+
+
+def _reads(region: Region) -> Iterator[Value]:
+    """The operands of all nodes, and the results: a value once for each place where it is read."""
+    for node in region.nodes:
+        yield from node.ins
+    yield from region.outputs
 
 
 def rules_of(name: str) -> Mapping[str, Rule]:
@@ -181,11 +189,10 @@ def _reciprocal(node: Node, shared: dict) -> list[Node] | None:
 
 
 def _into_sum(node: Node, shared: dict) -> list[Node] | None:
-    """What is scattered into zeros and then added to an array is added in that array's place."""
-    del shared
+    """What is scattered into zeros and only added to an array is added in that array's place."""
     for v, array in zip(node.ins, node.ins[::-1], strict=True):
         made = v.node
-        if made is None or made.name != "scatter-add" or made is array.node:
+        if made is None or made.name != "scatter-add" or made is array.node or shared[v] > 1:
             continue
         zeros = made.ins[0].node
         if zeros is not None and zeros.name == "broadcast_in_dim" and folded(zeros.ins[0]) == 0:
@@ -335,9 +342,7 @@ def _zeros_apart(nodes: Sequence[Node]) -> list[Node]:
 def _in_turn(region: Region) -> list[Node]:
     """The product of operands in turn, where nothing reads a product but what turns it."""
     nodes = region.nodes
-    readers: dict[Value, int] = {}
-    for v in (*(v for node in nodes for v in node.ins), *region.outputs):
-        readers[v] = readers.get(v, 0) + 1
+    readers = Counter(_reads(region))
     turned: dict[Node, Node] = {}
     for node in nodes:
         maker = node.ins[0].node if node.name == "transpose" else None
