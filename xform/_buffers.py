@@ -25,7 +25,8 @@ from xform._attention_cost import attention_program
 from xform._compat import Jaxpr, weakref_lru_cache
 from xform._expand import Made
 from xform._heap import Life, heap_size
-from xform._library import LIBRARY, by_element, flattens, hand_over, makes_matrix, reordered
+from xform._layouts import flattens, makes_matrix, reordered
+from xform._library import LIBRARY, by_element, hand_over
 from xform._masked import MASKED
 from xform._program import VIEWS, Node, Region, Value, merge, own_inputs, program, prune
 from xform._rows import ROWS
@@ -305,7 +306,7 @@ class Plan:
         order = []
         while ready:
             order.append(node := ready.popleft())
-            for user in sorted(reversed(users.get(node, ())), key=_turns_image):
+            for user in sorted(users.get(node, [])[::-1], key=_turns_image):
                 waits[user] -= 1
                 if not waits[user]:
                     ready.append(user)

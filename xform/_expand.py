@@ -236,7 +236,8 @@ def _largest_of_windows(node: Node, shared: dict, *, alone: bool) -> list[Node]:
     `alone`: whether the search over windows reads all that it needs from memory.
     """
     source, operand = node.ins
-    shape, out = operand.aval.shape, node.outs[0]
+    small, shape = (aval(atom).shape for atom in node.eqn.invars)
+    out = node.outs[0]
     nodes: list[Node] = []
 
     def once(d: int) -> Value:
@@ -246,7 +247,6 @@ def _largest_of_windows(node: Node, shared: dict, *, alone: bool) -> list[Node]:
         return shared[shape, d]
 
     places = [once(d) for d in range(len(shape))]
-    small = source.aval.shape
     found = _make(
         "reduce_window" if alone else "reduce", node, [operand, *places],
         (small, out.aval.dtype), *[(small, jnp.int32)] * len(shape),
