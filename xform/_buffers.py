@@ -306,7 +306,7 @@ class Plan:
         order = []
         while ready:
             order.append(node := ready.popleft())
-            for user in sorted(users.get(node, [])[::-1], key=_turns_image):
+            for user in _siblings(users.get(node, ())):
                 waits[user] -= 1
                 if not waits[user]:
                     ready.append(user)
@@ -572,9 +572,14 @@ def _by_depth(region: Region) -> Region:
     return Region(region.inputs, [region.nodes[i] for i in order], region.outputs)
 
 
-def _turns_image(node: Node) -> bool:
-    """Whether it copies what a convolution reads in another order: XLA adds such copies last."""
-    return node.name == "copy" and node.eqn.primitive.name == "conv_general_dilated"
+def _siblings(users: Sequence[Node]) -> list[Node]:
+    """The order in which a CPU starts what waits for one kernel: the last that was written first.
+
+    Last are copies for convolutions, in the order in which these read: XLA adds them last.
+    """
+    turns = [n.name == "copy" and n.eqn.primitive.name == "conv_general_dilated" for n in users]
+    order = sorted(range(len(users)), key=lambda i: (turns[i], -i))
+    return [users[i] for i in order]
 
 
 def _is_free(busy: Sequence[tuple[int, int]], span: _Span) -> bool:
