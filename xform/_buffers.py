@@ -72,7 +72,8 @@ _IN_PLACE = _names(
 
 # Loops over tiles, which add up their results from zeros on.
 _ATTENTION = ("flex_attention", "tile_sum")
-_ADDS = ("add", "add_any")
+# What a CPU's kernels branch on for each element: where several would, it is made once.
+_BRANCHES = ("pad", "concatenate")
 _SPREAD = ("broadcast_in_dim", "iota")
 _PRODUCTS = ("dot_general", "conv_general_dilated")
 # What reads other places than it writes.
@@ -172,10 +173,13 @@ class Plan:
         readers: dict[Value, list[Node]] = {}
         forced = {self.root(v) for v in self.region.outputs if v not in self.stacked}
         direct = set(forced)
+        behind = set[Value]()
         for node in self.region.nodes:
             reads = node.ins if node.name not in ALIASES or node.name == _BARRIER else ()
             for v in map(self.root, reads):
                 readers.setdefault(v, []).append(node)
+                if node.name == _BARRIER:
+                    behind.add(v)
                 if not _fuses_operands(node, v):
                     forced.add(v)
                     if not _reads_flat(node, v):
@@ -188,27 +192,50 @@ class Plan:
                 if (
                     v in forced
                     or not _fusible(node)
-                    or (len(into) > 1 and self._twice(node, readers[v]))
+                    or (len(into) > 1 and self._twice(node, readers, kept))
                 ):
                     kept.add(v)
-                if self.cpu and v in forced and _fusible(node):
+                if self.cpu and v in forced and v not in behind and _fusible(node):
                     worth = v in direct or _is_expensive(node, True)
                     if not (worth and _worth_keeping(node, v, True)):
                         self.again[v] = frozenset()
         for v in self.stacked.intersection(self.region.inputs):
-            if v in forced or len(self._sinks(readers.get(v, ()), kept, ends)) > 1:
+            if self.cpu and v in forced:
+                self.again[v] = frozenset()  # each kernel that can takes its part of the array
+            several = not self.cpu and len(self._sinks(readers.get(v, ()), kept, ends)) > 1
+            if v in forced or several:
                 kept.add(v)
         return kept
 
-    def _twice(self, node: Node, readers: Sequence[Node]) -> bool:
+    def _twice(self, node: Node, readers: Mapping[Value, Sequence[Node]], kept: set[Value]) -> bool:
         """Whether a value is kept because several kernels read it."""
-        # A CPU's compiler goes by who reads a value, of which here none needs it; it makes products
-        # of two arrays in each kernel that reads them, but a sum once, unless only a ReLU reads it
-        # that is computed again itself.
-        rectified = len(readers) == 1 and readers[0].name in ("max", "min")
-        if self.cpu and (node.name not in _ADDS or rectified):
-            return _is_expensive(node, True)
-        return _worth_keeping(node, node.outs[0], self.cpu)
+        worth = _worth_keeping(node, node.outs[0], self.cpu)
+        if not self.cpu or _is_expensive(node, True):
+            return worth
+        return node.name in _BRANCHES or (worth and self._returns(node.outs[0], readers, kept))
+
+    def _returns(self, v: Value, readers: Mapping[Value, Sequence[Node]], kept: set[Value]) -> bool:
+        """Whether a kernel that would compute a value reads what other kernels make of it too.
+
+        Then a CPU's compiler computes it once; else it makes even what is read from two arrays
+        anew in each kernel (XLA's instruction fusion, "on all paths").
+        """
+        made, left = set[Value](), [v]
+        while left:
+            new = {out for node in readers.get(left.pop(), ()) for out in node.outs} - made
+            made |= new
+            left += new
+        seen = {v}
+        left = [x for node in readers[v] for x in map(self.root, node.ins)]
+        while left:
+            x = left.pop()
+            if x not in made or x in seen:
+                continue
+            seen.add(x)
+            if (x in kept and x not in self.again) or not _fusible(x.node):
+                return True
+            left += map(self.root, x.node.ins)
+        return False
 
     def _sinks(self, readers: Iterable[Node], kept: set[Value], ends: dict[Value, set]) -> set:
         """The kernels that compute a value with these readers inside; two stand for more."""
@@ -477,7 +504,8 @@ class Plan:
         homes.sort(key=lambda home: home[0])
         sizes = [size for size, _ in homes]
         heap = []
-        for span in sorted(spans, key=lambda s: -s.bytes):
+        written = {v: i for i, node in enumerate(self.given.nodes) for v in node.outs}
+        for span in sorted(spans, key=lambda s: (-s.bytes, written.get(s.values[0][1], -1))):
             if any(v in results for _, v in span.values):
                 # A result, and what it overwrites: the memory is the result's, unless it is in use.
                 # Sums have had their memory since before they were made.
@@ -575,10 +603,9 @@ def _by_depth(region: Region) -> Region:
 def _siblings(users: Sequence[Node]) -> list[Node]:
     """The order in which a CPU starts what waits for one kernel: the last that was written first.
 
-    Last are copies for convolutions, in the order in which these read: XLA adds them last.
+    After them come copies into other orders of dimensions, which XLA adds last.
     """
-    turns = [n.name == "copy" and n.eqn.primitive.name == "conv_general_dilated" for n in users]
-    order = sorted(range(len(users)), key=lambda i: (turns[i], -i))
+    order = sorted(range(len(users)), key=lambda i: (users[i].name == "copy", -i))
     return [users[i] for i in order]
 
 
@@ -594,7 +621,7 @@ def _is_free(busy: Sequence[tuple[int, int]], span: _Span) -> bool:
 @weakref_lru_cache
 def _peak_of(jaxpr: Jaxpr, cpu: bool, eager: bool) -> int:
     """The most that a program holds beyond its inputs: layers share one of an attention's."""
-    body = prune(merge(program(jaxpr)))
+    body = prune(merge(program(jaxpr), stacks=not cpu))
     return Plan(hand_over(body) if cpu else body, {}, cpu=cpu, eager=eager).peak().bytes
 
 

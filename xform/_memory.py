@@ -226,7 +226,7 @@ def _planned(
     platform = "cpu" if breadth_first else "tpu" if "tpu" in name.lower() else "cuda"
     ragged = compiled if platform == "tpu" else dense
     lower = partial(on_platform, platform=platform, lower=ragged)
-    region = prune(merge(program(jaxpr, lower=lower)))
+    region = prune(merge(program(jaxpr, lower=lower), stacks=not breadth_first))
     if not breadth_first:
         mask_at_once(region)
     if is_gpu(name):
