@@ -137,6 +137,7 @@ class Plan:
         for node in region.nodes:
             if node.name in ALIASES:
                 self.view.update(zip(node.outs, node.ins, strict=False))
+        self.place = {node: i for i, node in enumerate(region.nodes)}
         self.again: dict[Value, frozenset] = {}
         self.kept = self._kept()
         self.leaves = self._leaves()
@@ -220,11 +221,13 @@ class Plan:
         Then a CPU's compiler computes it once; else it makes even what is read from two arrays
         anew in each kernel (XLA's instruction fusion, "on all paths").
         """
+        last = max(self.place[node] for node in readers[v])
         made, left = set[Value](), [v]
         while left:
-            new = {out for node in readers.get(left.pop(), ()) for out in node.outs} - made
-            made |= new
-            left += new
+            for node in readers.get(left.pop(), ()):
+                if self.place[node] < last:
+                    left += (out for out in node.outs if out not in made)
+                    made.update(node.outs)
         seen = {v}
         left = [x for node in readers[v] for x in map(self.root, node.ins)]
         while left:
