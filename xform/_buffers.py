@@ -415,9 +415,6 @@ class Plan:
         for span in spans:
             ending.setdefault(span.end, []).append(span)
         skip = self._in_carry(last)
-        # Where nodes run as soon as they can, what starts from zeros starts at once: a copy of
-        # zeros, which are there until the last such copy begins to change.
-        zeros: dict[int, _Span] = {}
         since = self._stacks_since()
         for i, node in enumerate(nodes):
             over = ending.get(i, [])
@@ -431,14 +428,13 @@ class Plan:
                     span = _Span(size, since.get(v, i), i, [(since.get(v, i), v)])
                     spans.append(span)
                     if self.eager and self.at_once and node.name in _ATTENTION:
-                        span.start, span.values = 0, [(0, v)]
-                        zeros[size] = _Span(size, 0, i, [(0, v)])
+                        span.start, span.values = 0, [(0, v)]  # zeros, which wait for nothing
                 else:
                     over.remove(span)
                     span.values.append((i, v))
                 span.end = max(i, last.get(v, i))
                 ending.setdefault(span.end, []).append(span)
-        return [*spans, *zeros.values()]
+        return spans
 
     def _stacks_since(self) -> dict[Value, int]:
         """Of what loops stack in arrays of one type, the last: from which node on it has memory.
