@@ -235,7 +235,7 @@ class Plan:
             if x not in made or x in seen:
                 continue
             seen.add(x)
-            if (x in kept and x not in self.again) or not _fusible(x.node):
+            if x.node is None or (x in kept and x not in self.again) or not _fusible(x.node):
                 return True
             left += map(self.root, x.node.ins)
         return False
