@@ -468,6 +468,68 @@ def test_a_stencil_does_not_write_over_what_it_reads():
     assert said.temporaries == pytest.approx(found.temp_size_in_bytes, rel=0.1) == 4 * u.size
 
 
+def features_first(p, x):
+    """Images as PyTorch has them; windows with features last, as Equinox pools."""
+    convolve = lambda x, w: jax.lax.conv(x, w, (1, 1), "SAME")
+    x = jax.nn.relu(convolve(x, p["a"]) + p["b"][:, None, None])
+    window = (1, 1, 2, 2, 1)
+    x = jax.lax.reduce_window(
+        x.transpose(0, 2, 3, 1)[:, None], -jnp.inf, jax.lax.max, window, window, "VALID"
+    )
+    return (jax.nn.relu(convolve(x[:, 0].transpose(0, 3, 1, 2), p["c"])) ** 2).mean()
+
+
+def unrolled_step(p, state, x):
+    """AdamW over parameters in one array each, of which each layer takes its part."""
+
+    def loss(p, x):
+        for i in range(6):
+            x = x + jax.nn.gelu(norm(x) @ p["up"][i]) @ p["down"][i]
+        return (x**2).mean()
+
+    updates, state = OPTIMIZER.update(jax.grad(loss)(p, x), state, p)
+    return optax.apply_updates(p, updates), state
+
+
+def groups_normed(x):
+    y = x.reshape(*x.shape[:-1], 8, -1)
+    over = (1, 2, 4)
+    y = (y - y.mean(over, keepdims=True)) * jax.lax.rsqrt(y.var(over, keepdims=True) + 1e-5)
+    return (y.reshape(x.shape) ** 3).sum()
+
+
+def diagonal(a, b):
+    return -jnp.diag(jax.nn.log_softmax(a @ b.T / 8)).mean()
+
+
+def _on_a_cpu():
+    images = dict(a=f32(32, 3, 3, 3), b=f32(32), c=f32(64, 32, 3, 3)), f32(4, 3, 32, 32)
+    layers = dict(up=f32(6, 64, 128), down=f32(6, 128, 64))
+    return {
+        "features first": (features_first, *images),
+        "features first backward": (jax.value_and_grad(features_first), *images),
+        "pads": (unrolled_step, layers, jax.eval_shape(OPTIMIZER.init, layers), f32(64, 64)),
+        "group norm backward": (jax.grad(groups_normed), f32(4, 16, 16, 64)),
+        "diagonal": (diagonal, *[f32(256, 64)] * 2),
+        "diagonal backward": (jax.grad(diagonal), *[f32(256, 64)] * 2),
+        "equal stacks": (
+            jax.grad(lambda w, x: unrolled_stacks(w, x).sum()), f32(8, 64, 64), f32(128, 64),
+        ),
+    }  # fmt: skip
+
+
+def unrolled_stacks(w, x):
+    """Each layer norms what it reads twice, and keeps both for the backward pass."""
+    return jax.lax.scan(lambda x, w: (x + jnp.tanh(norm(x) @ w) * (norm(x) @ w.T), None), x, w)[0]
+
+
+@pytest.mark.parametrize("name", list(_on_a_cpu()))
+def test_peak_on_a_cpu_is_within_a_twentieth_of_what_xla_assigns(name):
+    f, *args = _on_a_cpu()[name]
+    found = assigned(jax.jit(f).lower(*args).compile())
+    assert memory(f, device="cpu")(*args).peak == pytest.approx(found, rel=0.05)
+
+
 @pytest.mark.parametrize("device", ["cpu", "H200"])
 def test_what_a_scan_stacks_and_nothing_needs_takes_no_memory(device):
     def both(w, x):

@@ -25,7 +25,8 @@ from xform._attention_cost import attention_program
 from xform._compat import Jaxpr, weakref_lru_cache
 from xform._expand import Made
 from xform._heap import Life, heap_size
-from xform._library import LIBRARY, by_element, flattens, hand_over, makes_matrix, reordered
+from xform._layouts import flattens, makes_matrix, reordered
+from xform._library import LIBRARY, by_element, hand_over
 from xform._masked import MASKED
 from xform._program import VIEWS, Node, Region, Value, merge, own_inputs, program, prune
 from xform._rows import ROWS
@@ -71,7 +72,8 @@ _IN_PLACE = _names(
 
 # Loops over tiles, which add up their results from zeros on.
 _ATTENTION = ("flex_attention", "tile_sum")
-_ADDS = ("add", "add_any")
+# What a CPU's kernels branch on for each element: where several would, it is made once.
+_BRANCHES = ("pad", "concatenate")
 _SPREAD = ("broadcast_in_dim", "iota")
 _PRODUCTS = ("dot_general", "conv_general_dilated")
 # What reads other places than it writes.
@@ -135,6 +137,7 @@ class Plan:
         for node in region.nodes:
             if node.name in ALIASES:
                 self.view.update(zip(node.outs, node.ins, strict=False))
+        self.place = {node: i for i, node in enumerate(region.nodes)}
         self.again: dict[Value, frozenset] = {}
         self.kept = self._kept()
         self.leaves = self._leaves()
@@ -171,10 +174,13 @@ class Plan:
         readers: dict[Value, list[Node]] = {}
         forced = {self.root(v) for v in self.region.outputs if v not in self.stacked}
         direct = set(forced)
+        behind = set[Value]()
         for node in self.region.nodes:
             reads = node.ins if node.name not in ALIASES or node.name == _BARRIER else ()
             for v in map(self.root, reads):
                 readers.setdefault(v, []).append(node)
+                if node.name == _BARRIER:
+                    behind.add(v)
                 if not _fuses_operands(node, v):
                     forced.add(v)
                     if not _reads_flat(node, v):
@@ -187,27 +193,52 @@ class Plan:
                 if (
                     v in forced
                     or not _fusible(node)
-                    or (len(into) > 1 and self._twice(node, readers[v]))
+                    or (len(into) > 1 and self._twice(node, readers, kept))
                 ):
                     kept.add(v)
-                if self.cpu and v in forced and _fusible(node):
+                if self.cpu and v in forced and v not in behind and _fusible(node):
                     worth = v in direct or _is_expensive(node, True)
                     if not (worth and _worth_keeping(node, v, True)):
                         self.again[v] = frozenset()
         for v in self.stacked.intersection(self.region.inputs):
-            if v in forced or len(self._sinks(readers.get(v, ()), kept, ends)) > 1:
+            if self.cpu and v in forced:
+                self.again[v] = frozenset()  # each kernel that can takes its part of the array
+            several = not self.cpu and len(self._sinks(readers.get(v, ()), kept, ends)) > 1
+            if v in forced or several:
                 kept.add(v)
         return kept
 
-    def _twice(self, node: Node, readers: Sequence[Node]) -> bool:
+    def _twice(self, node: Node, readers: Mapping[Value, Sequence[Node]], kept: set[Value]) -> bool:
         """Whether a value is kept because several kernels read it."""
-        # A CPU's compiler goes by who reads a value, of which here none needs it; it makes products
-        # of two arrays in each kernel that reads them, but a sum once, unless only a ReLU reads it
-        # that is computed again itself.
-        rectified = len(readers) == 1 and readers[0].name in ("max", "min")
-        if self.cpu and (node.name not in _ADDS or rectified):
-            return _is_expensive(node, True)
-        return _worth_keeping(node, node.outs[0], self.cpu)
+        worth = _worth_keeping(node, node.outs[0], self.cpu)
+        if not self.cpu or _is_expensive(node, True):
+            return worth
+        return node.name in _BRANCHES or (worth and self._returns(node.outs[0], readers, kept))
+
+    def _returns(self, v: Value, readers: Mapping[Value, Sequence[Node]], kept: set[Value]) -> bool:
+        """Whether a kernel that would compute a value reads what other kernels make of it too.
+
+        Then a CPU's compiler computes it once; else it makes even what is read from two arrays
+        anew in each kernel (XLA's instruction fusion, "on all paths").
+        """
+        last = max(self.place[node] for node in readers[v])
+        made, left = set[Value](), [v]
+        while left:
+            for node in readers.get(left.pop(), ()):
+                if self.place[node] < last:
+                    left += (out for out in node.outs if out not in made)
+                    made.update(node.outs)
+        seen = {v}
+        left = [x for node in readers[v] for x in map(self.root, node.ins)]
+        while left:
+            x = left.pop()
+            if x not in made or x in seen:
+                continue
+            seen.add(x)
+            if x.node is None or (x in kept and x not in self.again) or not _fusible(x.node):
+                return True
+            left += map(self.root, x.node.ins)
+        return False
 
     def _sinks(self, readers: Iterable[Node], kept: set[Value], ends: dict[Value, set]) -> set:
         """The kernels that compute a value with these readers inside; two stand for more."""
@@ -281,6 +312,13 @@ class Plan:
         inside = []
         nothing: frozenset[Node] = frozenset()
         for node in self.given.nodes:
+            if node.outs and node.outs[0] in self.view and node.name != _BARRIER:
+                inside.append(node)
+                viewed, v = self.root(node.outs[0]), node.outs[0]
+                after[v] = after.get(viewed, nothing)
+                if viewed in instead:
+                    instead[v] = instead[viewed]
+                continue
             before = nothing
             for v in node.ins:
                 again = v in instead and _fuses_operands(node, v)
@@ -298,7 +336,7 @@ class Plan:
         order = []
         while ready:
             order.append(node := ready.popleft())
-            for user in reversed(users.get(node, ())):
+            for user in _siblings(users.get(node, ())):
                 waits[user] -= 1
                 if not waits[user]:
                     ready.append(user)
@@ -377,9 +415,6 @@ class Plan:
         for span in spans:
             ending.setdefault(span.end, []).append(span)
         skip = self._in_carry(last)
-        # Where nodes run as soon as they can, what starts from zeros starts at once: a copy of
-        # zeros, which are there until the last such copy begins to change.
-        zeros: dict[int, _Span] = {}
         since = self._stacks_since()
         for i, node in enumerate(nodes):
             over = ending.get(i, [])
@@ -393,14 +428,13 @@ class Plan:
                     span = _Span(size, since.get(v, i), i, [(since.get(v, i), v)])
                     spans.append(span)
                     if self.eager and self.at_once and node.name in _ATTENTION:
-                        span.start, span.values = 0, [(0, v)]
-                        zeros[size] = _Span(size, 0, i, [(0, v)])
+                        span.start, span.values = 0, [(0, v)]  # zeros, which wait for nothing
                 else:
                     over.remove(span)
-                span.values.append((i, v))
+                    span.values.append((i, v))
                 span.end = max(i, last.get(v, i))
                 ending.setdefault(span.end, []).append(span)
-        return [*spans, *zeros.values()]
+        return spans
 
     def _stacks_since(self) -> dict[Value, int]:
         """Of what loops stack in arrays of one type, the last: from which node on it has memory.
@@ -469,7 +503,8 @@ class Plan:
         homes.sort(key=lambda home: home[0])
         sizes = [size for size, _ in homes]
         heap = []
-        for span in sorted(spans, key=lambda s: -s.bytes):
+        written = {v: i for i, node in enumerate(self.given.nodes) for v in node.outs}
+        for span in sorted(spans, key=lambda s: (-s.bytes, written.get(s.values[0][1], -1))):
             if any(v in results for _, v in span.values):
                 # A result, and what it overwrites: the memory is the result's, unless it is in use.
                 # Sums have had their memory since before they were made.
@@ -564,6 +599,15 @@ def _by_depth(region: Region) -> Region:
     return Region(region.inputs, [region.nodes[i] for i in order], region.outputs)
 
 
+def _siblings(users: Sequence[Node]) -> list[Node]:
+    """The order in which a CPU starts what waits for one kernel: the last that was written first.
+
+    After them come copies into other orders of dimensions, which XLA adds last.
+    """
+    order = sorted(range(len(users)), key=lambda i: (users[i].name == "copy", -i))
+    return [users[i] for i in order]
+
+
 def _is_free(busy: Sequence[tuple[int, int]], span: _Span) -> bool:
     """Whether memory that is in use at some times is not while a span lasts."""
     first, last = span.start, span.end
@@ -576,7 +620,7 @@ def _is_free(busy: Sequence[tuple[int, int]], span: _Span) -> bool:
 @weakref_lru_cache
 def _peak_of(jaxpr: Jaxpr, cpu: bool, eager: bool) -> int:
     """The most that a program holds beyond its inputs: layers share one of an attention's."""
-    body = prune(merge(program(jaxpr)))
+    body = prune(merge(program(jaxpr), stacks=not cpu))
     return Plan(hand_over(body) if cpu else body, {}, cpu=cpu, eager=eager).peak().bytes
 
 

@@ -9,7 +9,8 @@ turn; a GPU sums a product of few rows in parts.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 
 import jax
@@ -51,13 +52,20 @@ def expand(region: Region, rules: Mapping[str, Rule]) -> Region:
     """Takes operations apart, at every depth, by the rules of a device."""
     for inner in region.bodies():
         expand(inner, rules)
-    shared: dict = {}
+    shared: dict = dict(Counter(_reads(region)))
     nodes: list[Node] = []
     for node in _in_turn(region):
         rule = rules.get(node.name)
         nodes += (rule(node, shared) if rule else None) or [node]
     region.nodes[:] = _zeros_apart(nodes)
     return region
+
+
+def _reads(region: Region) -> Iterator[Value]:
+    """The operands of all nodes, and the results: a value once for each place where it is read."""
+    for node in region.nodes:
+        yield from node.ins
+    yield from region.outputs
 
 
 def rules_of(name: str) -> Mapping[str, Rule]:
@@ -151,8 +159,20 @@ def _choice(node: Node, shared: dict) -> list[Node] | None:
     return None
 
 
+def _scaled(node: Node, shared: dict) -> list[Node] | None:
+    """A quotient by a number that is known is a product with its reciprocal, which costs less."""
+    del shared
+    above, below = node.ins
+    known = folded(source(below))
+    if not known or not jnp.issubdtype(below.aval.dtype, jnp.floating):
+        return None
+    return [_made("mul", node, [above, below], node.outs)]
+
+
 def _reciprocal(node: Node, shared: dict) -> list[Node] | None:
     """A quotient by what is spread out is a product with its reciprocal, which is found once."""
+    if (scaled := _scaled(node, shared)) is not None:
+        return scaled
     above, below = node.ins
     small = source(below)
     if small.size in (1, node.outs[0].size) or not jnp.issubdtype(small.aval.dtype, jnp.floating):
@@ -169,11 +189,10 @@ def _reciprocal(node: Node, shared: dict) -> list[Node] | None:
 
 
 def _into_sum(node: Node, shared: dict) -> list[Node] | None:
-    """What is scattered into zeros and then added to an array is added in that array's place."""
-    del shared
+    """What is scattered into zeros and only added to an array is added in that array's place."""
     for v, array in zip(node.ins, node.ins[::-1], strict=True):
         made = v.node
-        if made is None or made.name != "scatter-add" or made is array.node:
+        if made is None or made.name != "scatter-add" or made is array.node or shared[v] > 1:
             continue
         zeros = made.ins[0].node
         if zeros is not None and zeros.name == "broadcast_in_dim" and folded(zeros.ins[0]) == 0:
@@ -217,7 +236,8 @@ def _largest_of_windows(node: Node, shared: dict, *, alone: bool) -> list[Node]:
     `alone`: whether the search over windows reads all that it needs from memory.
     """
     source, operand = node.ins
-    shape, out = operand.aval.shape, node.outs[0]
+    small, shape = (aval(atom).shape for atom in node.eqn.invars)
+    out = node.outs[0]
     nodes: list[Node] = []
 
     def once(d: int) -> Value:
@@ -227,7 +247,6 @@ def _largest_of_windows(node: Node, shared: dict, *, alone: bool) -> list[Node]:
         return shared[shape, d]
 
     places = [once(d) for d in range(len(shape))]
-    small = source.aval.shape
     found = _make(
         "reduce_window" if alone else "reduce", node, [operand, *places],
         (small, out.aval.dtype), *[(small, jnp.int32)] * len(shape),
@@ -274,7 +293,7 @@ def _split(node: Node, shared: dict, *, gpu: Gpu) -> list[Node] | None:
 
 _RUNNING = ("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp")
 _LAPACK = ("triangular_solve", "lu", "qr", "geqrf", "geqp3", "householder_product", "svd", "eigh")
-_BOTH: Mapping[str, Rule] = dict.fromkeys(("add", "add_any"), _into_sum)
+_BOTH: Mapping[str, Rule] = {**dict.fromkeys(("add", "add_any"), _into_sum), "div": _scaled}
 _CPU: Mapping[str, Rule] = {
     **_BOTH,
     "div": _reciprocal,
@@ -323,9 +342,7 @@ def _zeros_apart(nodes: Sequence[Node]) -> list[Node]:
 def _in_turn(region: Region) -> list[Node]:
     """The product of operands in turn, where nothing reads a product but what turns it."""
     nodes = region.nodes
-    readers: dict[Value, int] = {}
-    for v in (*(v for node in nodes for v in node.ins), *region.outputs):
-        readers[v] = readers.get(v, 0) + 1
+    readers = Counter(_reads(region))
     turned: dict[Node, Node] = {}
     for node in nodes:
         maker = node.ins[0].node if node.name == "transpose" else None

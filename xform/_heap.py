@@ -50,7 +50,7 @@ def _by_events(lives: Sequence[Life]) -> list[Life]:
     events: list[tuple[int, int, int]] = []
     for k, life in enumerate(lives):
         events += [(at, 0, k) for at in (life.start, *life.written)]
-        events.append((life.end, 1, k))
+        events += [(at, 1, k) for at in (*life.written, life.end)]
     found = [Life(life.bytes, len(events), 0) for life in lives]
     for tick, (_, _, k) in enumerate(sorted(events)):
         found[k] = Life(found[k].bytes, min(tick, found[k].start), tick)

@@ -9,7 +9,6 @@ of what the forward pass leaves for the backward, a zero in each of a million pl
 
 from __future__ import annotations
 
-import functools
 import math
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
@@ -21,6 +20,7 @@ from jax.core import ShapedArray
 
 from xform._cost_rules import aval
 from xform._expand import Made
+from xform._layouts import lay_out, reordered
 from xform._program import VIEWS, Node, Region, Value, folded
 
 LIBRARY = "library"
@@ -45,8 +45,7 @@ def hand_over(region: Region) -> Region:
     """Puts one node in the place of what the library runs at once, at every depth."""
     for inner in region.bodies():
         hand_over(inner)
-    _turn(region)
-    _copy(region)
+    lay_out(region)
     _widen(region)
     _spread(region)
     region.nodes[:] = _grouped(region)
@@ -54,36 +53,6 @@ def hand_over(region: Region) -> Region:
 
 
 # ---- what it reads -------------------------------------------------------------------------------
-
-
-def _turn(region: Region) -> None:
-    """Makes copies of transposed arrays, but of matrices that a product makes or reads."""
-    alone = {v for node in region.nodes if node.name != "dot_general" for v in node.ins}
-    alone.update(region.outputs)
-    for i, node in enumerate(region.nodes):
-        if node.name != "transpose":
-            continue
-        order = [d for d in node.eqn.params["permutation"] if aval(node.eqn.invars[0]).shape[d] > 1]
-        maker, out = node.ins[0].node, node.outs[0]
-        folded = out not in alone or (maker is not None and maker.name == "dot_general")
-        if order != sorted(order) and not (folded and len(order) == 2):
-            region.nodes[i] = out.node = Made("copy", node, node.ins, node.outs)
-
-
-def _copy(region: Region) -> None:
-    """Makes copies of operands of products that the library wants in another order."""
-    copies: dict[Any, Value] = {}
-    nodes = []
-    for node in region.nodes:
-        for i, order in reordered(node).items():
-            v = node.ins[i]
-            if (v, order) not in copies:
-                copies[v, order] = out = Value(v.aval)
-                out.node = Made("copy", node, [v], [out])
-                nodes.append(out.node)
-            node.ins[i] = copies[v, order]
-        nodes.append(node)
-    region.nodes[:] = nodes
 
 
 def _widen(region: Region) -> None:
@@ -172,57 +141,6 @@ def _spread_key(node: Node, i: int) -> tuple:
         dims = node.eqn.params.get("broadcast_dimensions", range(len(size)))
         what, at = v, tuple(wide.index(d) for d, n in zip(dims, size, strict=True) if n > 1)
     return v.aval.dtype, what, at, tuple(shape[d] for d in wide)
-
-
-def reordered(node: Node) -> dict[int, tuple[int, ...]]:
-    """The operands of a product that it needs in another order of dimensions, and that order."""
-    if node.name == "conv_general_dilated":
-        return _reordered_for_convolution(node)
-    if node.name != "dot_general":
-        return {}
-    shapes = (aval(atom).shape for atom in node.eqn.invars[:2])
-    return _reordered_for_product(node.eqn.params["dimension_numbers"], *shapes)
-
-
-@functools.lru_cache(4096)
-def _reordered_for_product(numbers: tuple, *shapes: tuple) -> dict[int, tuple[int, ...]]:
-    contract, batch = numbers
-    found = {}
-    for i, shape in enumerate(shapes):
-        free = [d for d in range(len(shape)) if d not in contract[i] and d not in batch[i]]
-        orders = [(*batch[i], *free, *contract[i]), (*batch[i], *contract[i], *free)]
-        wide = [sum(shape[d] > 1 for d in dims) for dims in (free, contract[i])]
-        if i == 0 and max(wide) > 1:  # one that is no matrix as it is can't be turned as well
-            del orders[1]
-        if i == 1 and len(free) > 1:
-            del orders[0]
-        kept = [d for d, n in enumerate(shape) if n > 1]  # one element has no place of its own
-        if kept not in ([d for d in order if shape[d] > 1] for order in orders):
-            found[i] = orders[0]
-    return found
-
-
-def flattens(node: Node, i: int) -> bool:
-    """Whether an operand of a product is a matrix only when dimensions are taken together."""
-    contract, batch = (dims[i] for dims in node.eqn.params["dimension_numbers"])
-    wide = {d for d, n in enumerate(aval(node.eqn.invars[i]).shape) if n > 1}
-    return len(wide.intersection(contract)) > 1 or len(wide - {*contract, *batch}) > 1
-
-
-def makes_matrix(node: Node) -> bool:
-    """Whether what a product makes has more dimensions than the matrices that XLA makes of it."""
-    if node.name != "dot_general":
-        return False
-    _, batch = node.eqn.params["dimension_numbers"]
-    return len(node.outs[0].aval.shape) > len(batch[0]) + 2
-
-
-def _reordered_for_convolution(node: Node) -> dict[int, tuple[int, ...]]:
-    """An image is read with its features last, a kernel with those of the result last."""
-    numbers = node.eqn.params["dimension_numbers"]
-    image, kernel = numbers.lhs_spec, numbers.rhs_spec
-    wanted = (image[0], *image[2:], image[1]), (*kernel[2:], kernel[1], kernel[0])
-    return {i: order for i, order in enumerate(wanted) if order != tuple(sorted(order))}
 
 
 def by_element(kernel: Made) -> list[Value]:

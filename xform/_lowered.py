@@ -76,6 +76,18 @@ def _program(impl: Callable, params: tuple, avals: tuple, cpu: bool) -> Jaxpr:
     return _mark_again(program, fresh)[0]
 
 
+def on_platform(eqn: JaxprEqn, *, platform: str, lower: Lowering) -> Jaxpr | None:
+    """`lower`, but that of the branches for each platform only one is left."""
+    platforms = eqn.params.get("branches_platforms")
+    if eqn.primitive.name != "cond" or platforms is None:
+        return lower(eqn)
+    meant = (i for i, names in enumerate(platforms) if names is None or platform in names)
+    if (i := next(meant, None)) is None:
+        return None
+    branch: Jaxpr = eqn.params["branches"][i]
+    return branch.replace(invars=[Var(eqn.invars[0].aval), *branch.invars])
+
+
 def behind_barrier(eqn: JaxprEqn) -> Jaxpr:
     """The body of a remat; where it runs again, it waits until all that it reads is there.
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from xform._expand import Made
-from xform._library import reordered
+from xform._layouts import reordered
 from xform._program import Node, Region, Value
 
 MASKED = "masked copies"

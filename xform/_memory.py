@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -22,7 +23,7 @@ from xform._compat import Jaxpr
 from xform._devices import device as known_device
 from xform._expand import expand, is_gpu, rules_of
 from xform._library import hand_over
-from xform._lowered import compiled, dense
+from xform._lowered import compiled, dense, on_platform
 from xform._masked import mask_at_once
 from xform._products import activated
 from xform._products import at_once as products_at_once
@@ -221,9 +222,11 @@ def _planned(
     """The buffers of a closed jaxpr, and its inputs; see `memory_of`."""
     donated = list(donated) or given_away(jaxpr)
     name = device or jax.default_backend()
-    lower = compiled if "tpu" in name.lower() else dense
     breadth_first = orders_breadth_first(name)
-    region = prune(merge(program(jaxpr, lower=lower)))
+    platform = "cpu" if breadth_first else "tpu" if "tpu" in name.lower() else "cuda"
+    ragged = compiled if platform == "tpu" else dense
+    lower = partial(on_platform, platform=platform, lower=ragged)
+    region = prune(merge(program(jaxpr, lower=lower), stacks=not breadth_first))
     if not breadth_first:
         mask_at_once(region)
     if is_gpu(name):

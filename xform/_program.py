@@ -225,8 +225,11 @@ def _drop_stacks(scan: Node, needed: set[Value]) -> None:
     scan.outs[:], body.outputs[:] = map(list, zip(*pairs, strict=True)) if pairs else ([], [])
 
 
-def merge(region: Region) -> Region:
-    """Computes once what is computed twice, at every depth, as a compiler does."""
+def merge(region: Region, *, stacks: bool = True) -> Region:
+    """Computes once what is computed twice, at every depth, as a compiler does.
+
+    `stacks`: whether a loop stacks once what it makes once; a CPU's compiler leaves both arrays.
+    """
     same: dict[Value, Value] = {}
     made: dict[Any, Node] = {}
     spread: dict[Value, tuple[Value, tuple[int, ...]]] = {}
@@ -237,8 +240,8 @@ def merge(region: Region) -> Region:
     for node in region.nodes:
         node.ins = [find(v) for v in node.ins]
         for label, inner in node.regions.items():
-            merge(inner)
-            if node.name == "scan" and label == "body":
+            merge(inner, stacks=stacks)
+            if node.name == "scan" and label == "body" and stacks:
                 first: dict[Value, Value] = {}
                 start = carried(node.eqn).carry
                 for out, made_inside in zip(node.outs[start:], inner.outputs[start:], strict=True):
