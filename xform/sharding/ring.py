@@ -11,12 +11,16 @@ product of its size to hide behind, where `all_gather` and `psum_scatter` have n
 Derivation of the backward rules, with `x_j` the chunk of device j and `W` this device's part:
 
     Y = [x_0 W; …; x_{n-1} W]          dx_i = Σ over devices of dY_i Wᵀ = matmul_scatter(dY, Wᵀ)
-                                       dW = Σ_j x_jᵀ dY_j: the chunks go around once more
+                                       dW = [x_0; …]ᵀ dY: the chunks go around once more, behind
+                                       the products of dx
     z_i = Σ over devices of h_i W      dh = [dz_0 Wᵀ; …] = gather_matmul(dz, Wᵀ)
-                                       dW = Σ_j h_jᵀ dz_j: in the same round as dh
+                                       dW = hᵀ [dz_0; …], of the chunks that went around for dh
 
 Written out rather than derived, since the derivative of a ring is a ring with its products in
-another order, half of whose messages have nothing to hide behind. Nothing gathered is kept.
+another order, half of whose messages have nothing to hide behind. The gradient of a weight is one
+product, once all chunks are there: added up chunk by chunk, a sum as large as the weight is read
+and written n times, in float32. So the backward pass holds all rows for a while, as it does with
+plain collectives; from the forward pass nothing gathered is kept.
 Derivatives are those of reverse mode, of any order; JAX refuses forward mode (`jax.jvp`).
 
 **Barriers.** XLA's dot merger puts products that share an operand back together, and messages then
@@ -134,14 +138,24 @@ def _around[C](axis: str, chunk: Array, work: Callable[[C, Array, Array], C], ca
 def _scatter(axis: str, part: Callable[[Array], Array]) -> Array:
     """The sum over devices of `part(i)` for this device i, which sends on sums as it adds."""
     n, me = lax.axis_size(axis), lax.axis_index(axis)
-    total = part((me - 1) % n)
-    for step in range(1, n):
-        # What is multiplied waits for the last product by way of its place.
-        total, place = barrier((total, (me - 1 - step) % n))
-        arriving = _send(total, axis)
-        arriving, more = barrier((arriving, part(place)))
-        total = arriving + more
+    total = None
+    for step in range(n):
+        total = _add_part(axis, total, part, (me - 1 - step) % n)
+    assert total is not None
     return total
+
+
+def _add_part(
+    axis: str, total: Array | None, part: Callable[[Array], Array], place: Array
+) -> Array:
+    """A step of `_scatter`: the sum that arrives for a device, and this one's part of it."""
+    if total is None:
+        return part(place)
+    # What is multiplied waits for the last product by way of its place.
+    total, place = barrier((total, place))
+    arriving = _send(total, axis)
+    arriving, more = barrier((arriving, part(place)))
+    return arriving + more
 
 
 def _send(x: Array, axis: str) -> Array:
@@ -153,26 +167,26 @@ def _send(x: Array, axis: str) -> Array:
 
 
 def _gathered(axis: str, dim: int, x: Array, weights: tuple) -> tuple:
-    rows = x.shape[dim]
-
     def work(outs, j, chunk):
-        put = lambda out, y: lax.dynamic_update_slice_in_dim(out, y, j * rows, dim)
-        return tuple(put(out, chunk @ w) for out, w in zip(outs, weights, strict=True))
+        return tuple(_put(out, chunk @ w, j, dim) for out, w in zip(outs, weights, strict=True))
 
-    shape = [*x.shape[:-1]]
-    shape[dim] *= lax.axis_size(axis)
-    outs = [lax.empty((*shape, w.shape[1]), jnp.result_type(x, w)) for w in weights]
-    return _around(axis, x, work, tuple(_like(out, x) for out in outs))
+    outs = [_room(axis, dim, x, w.shape[1], jnp.result_type(x, w)) for w in weights]
+    return _around(axis, x, work, tuple(outs))
 
 
-def _scattered(axis: str, dim: int, xs: tuple, weights: tuple) -> Array:
+def _scattered(axis: str, dim: int, x: Array, weight: Array) -> Array:
+    return _scatter(axis, _parts(axis, dim, (x,), (weight,)))
+
+
+def _parts(axis: str, dim: int, xs: tuple, weights: tuple) -> Callable[[Array], Array]:
+    """Of a device, its rows of the sum of products."""
     rows = xs[0].shape[dim] // lax.axis_size(axis)
 
     def part(j):
         chunks = [lax.dynamic_slice_in_dim(x, j * rows, rows, dim) for x in xs]
         return reduce(add, (c @ w for c, w in zip(chunks, weights, strict=True)))
 
-    return _scatter(axis, part)
+    return part
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -182,7 +196,7 @@ def _gather_matmul(axis: str, dim: int, x: Array, weights: tuple) -> tuple:
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _matmul_scatter(axis: str, dim: int, x: Array, weight: Array) -> Array:
-    return _scattered(axis, dim, (x,), (weight,))
+    return _scattered(axis, dim, x, weight)
 
 
 def gather_matmul_bwd(axis: str, dim: int, saved: tuple, dys: tuple) -> tuple:
@@ -200,52 +214,51 @@ def gather_matmul_bwd(axis: str, dim: int, saved: tuple, dys: tuple) -> tuple:
     ((8, 3), (3, 4))
     """
     x, weights = saved
-    dx = _scattered(axis, dim, dys, tuple(w.T for w in weights))
-    rows = x.shape[dim]
+    n, part = lax.axis_size(axis), _parts(axis, dim, dys, tuple(w.T for w in weights))
 
-    def work(dws, j, chunk):
-        of = lambda dy: lax.dynamic_slice_in_dim(dy, j * rows, rows, dim)
-        return tuple(dw + _outer(chunk, of(dy)) for dw, dy in zip(dws, dys, strict=True))
+    def work(carry, j, chunk):
+        dx, xs = carry
+        return _add_part(axis, dx, part, (j - 1) % n), _put(xs, chunk, j, dim)
 
-    dws = _around(axis, x, work, tuple(_accumulator(w) for w in weights))
-    return dx, tuple(dw.astype(w.dtype) for dw, w in zip(dws, weights, strict=True))
+    dx, xs = _around(axis, x, work, (None, _room(axis, dim, x, x.shape[-1], x.dtype)))
+    return dx, tuple(_outer(xs, dy).astype(w.dtype) for dy, w in zip(dys, weights, strict=True))
 
 
 def _matmul_scatter_bwd(axis: str, dim: int, saved: tuple, dz: Array) -> tuple:
     x, weight = saved
-    rows = dz.shape[dim]
 
     def work(carry, j, chunk):
-        dx, dw = carry
-        dx = lax.dynamic_update_slice_in_dim(dx, chunk @ weight.T, j * rows, dim)
-        mine = lax.dynamic_slice_in_dim(x, j * rows, rows, dim)
-        return dx, dw + _outer(mine, chunk)
+        dx, dzs = carry
+        return _put(dx, chunk @ weight.T, j, dim), _put(dzs, chunk, j, dim)
 
-    dx, dw = _around(axis, dz, work, (_like(lax.empty(x.shape, x.dtype), x), _accumulator(weight)))
-    return dx, dw.astype(weight.dtype)
+    room = partial(_room, axis, dim, dz)
+    carry = room(x.shape[-1], x.dtype), room(dz.shape[-1], dz.dtype)
+    dx, dzs = _around(axis, dz, work, carry)
+    return dx, _outer(x, dzs).astype(weight.dtype)
 
 
 _gather_matmul.defvjp(lambda *args: (_gathered(*args), args[2:]), gather_matmul_bwd)
-_matmul_scatter.defvjp(
-    lambda a, d, x, w: (_scattered(a, d, (x,), (w,)), (x, w)), _matmul_scatter_bwd
-)
+_matmul_scatter.defvjp(lambda a, d, x, w: (_scattered(a, d, x, w), (x, w)), _matmul_scatter_bwd)
 
 
 def _outer(x: Array, dy: Array) -> Array:
-    """`xᵀ dy`, summed over all leading dimensions, in at least float32."""
+    """`xᵀ dy`, summed over all leading dimensions; a product adds up in at least float32."""
     rows = tuple(range(x.ndim - 1))
-    wide = jnp.promote_types(jnp.result_type(x, dy), jnp.float32)
-    return lax.dot_general(x, dy, ((rows, rows), ((), ())), preferred_element_type=wide)
+    kind = jnp.result_type(x, dy)
+    return lax.dot_general(x, dy, ((rows, rows), ((), ())), preferred_element_type=kind)
 
 
-def _accumulator(weight: Array) -> Array:
-    wide = jnp.promote_types(weight.dtype, jnp.float32)
-    return _like(jnp.zeros(weight.shape, wide), weight)
+def _room(axis: str, dim: int, chunk: Array, columns: int, dtype: jnp.dtype) -> Array:
+    """Room for the rows of all devices, which varies over the axes that a chunk varies over."""
+    shape = [*chunk.shape[:-1], columns]
+    shape[dim] *= lax.axis_size(axis)
+    return join_axes([lax.empty(tuple(shape), dtype), chunk])[0]
 
 
-def _like(new: Array, x: Array) -> Array:
-    """A new array as one that varies over the axes that `x` varies over."""
-    return join_axes([new, x])[0]
+def _put(whole: Array, rows: Array, j: Array, dim: int) -> Array:
+    """The rows of device j, put where they belong."""
+    rows = rows.astype(whole.dtype)
+    return lax.dynamic_update_slice_in_dim(whole, rows, j * rows.shape[dim], dim)
 
 
 # ---- what is refused -----------------------------------------------------------------------------
