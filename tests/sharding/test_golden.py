@@ -13,12 +13,12 @@ GOLDEN = json.loads(FILE.read_text())
 
 
 def every_permute_has_a_product_beside_it(report: Audit, n: int):
-    """The n - 1 messages of five rounds, two forward and three backward; some are joined."""
+    """Five rounds of n - 1 chunks, two forward and three backward; some messages are joined."""
     assert {m.op for m in report.messages} == {"collective-permute"}
     assert all(m.covered for m in report.messages)
-    moved = sum(len(m.arrays) * m.trips for m in report.messages)
+    chunk = 4096 // n * 4096 * 2
     # The rounds of x, forward and backward, begin by the same message, which is sent once.
-    assert moved == 5 * (n - 1) - 1
+    assert sum(m.sent * m.trips for m in report.messages) == (5 * (n - 1) - 1) * chunk
 
 
 def gathers_are_hidden_in_every_loop(report: Audit):

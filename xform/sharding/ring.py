@@ -11,16 +11,16 @@ product of its size to hide behind, where `all_gather` and `psum_scatter` have n
 Derivation of the backward rules, with `x_j` the chunk of device j and `W` this device's part:
 
     Y = [x_0 W; …; x_{n-1} W]          dx_i = Σ over devices of dY_i Wᵀ = matmul_scatter(dY, Wᵀ)
-                                       dW = [x_0; …]ᵀ dY: the chunks go around once more, behind
-                                       the products of dx
+                                       dW = [x_0; …]ᵀ dY: the chunks go around once more, with
+                                       the sums of dx
     z_i = Σ over devices of h_i W      dh = [dz_0 Wᵀ; …] = gather_matmul(dz, Wᵀ)
                                        dW = hᵀ [dz_0; …], of the chunks that went around for dh
 
 Written out rather than derived, since the derivative of a ring is a ring with its products in
 another order, half of whose messages have nothing to hide behind. The gradient of a weight is one
 product, once all chunks are there: added up chunk by chunk, a sum as large as the weight is read
-and written n times, in float32. So the backward pass holds all rows for a while, as it does with
-plain collectives; from the forward pass nothing gathered is kept.
+and written n times, in float32. So the backward pass of a product holds all rows for a while, of x
+or of dz, as it does with plain collectives; from the forward pass nothing gathered is kept.
 Derivatives are those of reverse mode, of any order; JAX refuses forward mode (`jax.jvp`).
 
 **Barriers.** XLA's dot merger puts products that share an operand back together, and messages then
@@ -138,29 +138,53 @@ def _around[C](axis: str, chunk: Array, work: Callable[[C, Array, Array], C], ca
 def _scatter(axis: str, part: Callable[[Array], Array]) -> Array:
     """The sum over devices of `part(i)` for this device i, which sends on sums as it adds."""
     n, me = lax.axis_size(axis), lax.axis_index(axis)
-    total = None
-    for step in range(n):
-        total = _add_part(axis, total, part, (me - 1 - step) % n)
-    assert total is not None
+    total = part((me - 1) % n)
+    for step in range(1, n):
+        # What is multiplied waits for the last product by way of its place.
+        total, place = barrier((total, (me - 1 - step) % n))
+        arriving = _send(total, axis)
+        arriving, more = barrier((arriving, part(place)))
+        total = arriving + more
     return total
 
 
-def _add_part(
-    axis: str, total: Array | None, part: Callable[[Array], Array], place: Array
-) -> Array:
-    """A step of `_scatter`: the sum that arrives for a device, and this one's part of it."""
-    if total is None:
-        return part(place)
-    # What is multiplied waits for the last product by way of its place.
-    total, place = barrier((total, place))
-    arriving = _send(total, axis)
-    arriving, more = barrier((arriving, part(place)))
-    return arriving + more
+def _scatter_and_gather(
+    axis: str, dim: int, part: Callable[[Array], Array], chunk: Array
+) -> tuple[Array, Array]:
+    """`_scatter` of `part`, and the chunks of all devices, which move on with the sums.
+
+    A step has one product, so it has one message: a sum and a chunk on their way at a time are one
+    array. The first step has no sum to send yet, and the last no chunk.
+    """
+    n, me = lax.axis_size(axis), lax.axis_index(axis)
+    chunks, total = _room(axis, dim, chunk, chunk.shape[-1], chunk.dtype), None
+    for step in range(n):
+        moving, place = [], (me - 1 - step) % n
+        if step < n - 1:
+            chunk, sent = barrier((chunk, chunk))
+            moving.append(sent)
+        if step > 0:
+            total, place = barrier((total, place))
+            moving.append(total)
+        arriving = _send_as_one(moving, axis)
+        arriving, more = barrier((arriving, part(place)))
+        chunks = _put(chunks, chunk, (me - step) % n, dim)
+        total = more if step == 0 else arriving[-1] + more
+        chunk = arriving[0] if step < n - 1 else chunk
+    assert total is not None
+    return total, chunks
 
 
 def _send(x: Array, axis: str) -> Array:
     n = lax.axis_size(axis)
     return lax.ppermute(x, axis, [(i, (i + 1) % n) for i in range(n)])
+
+
+def _send_as_one(xs: Sequence[Array], axis: str) -> list[Array]:
+    """Sends arrays of one shape by one message."""
+    if len(xs) < 2:
+        return [_send(x, axis) for x in xs]
+    return [sent.astype(x.dtype) for x, sent in zip(xs, _send(jnp.stack(xs), axis), strict=True)]
 
 
 # ---- products and their derivatives --------------------------------------------------------------
@@ -214,18 +238,16 @@ def gather_matmul_bwd(axis: str, dim: int, saved: tuple, dys: tuple) -> tuple:
     ((8, 3), (3, 4))
     """
     x, weights = saved
-    n, part = lax.axis_size(axis), _parts(axis, dim, dys, tuple(w.T for w in weights))
-
-    def work(carry, j, chunk):
-        dx, xs = carry
-        return _add_part(axis, dx, part, (j - 1) % n), _put(xs, chunk, j, dim)
-
-    dx, xs = _around(axis, x, work, (None, _room(axis, dim, x, x.shape[-1], x.dtype)))
+    part = _parts(axis, dim, dys, tuple(w.T for w in weights))
+    dx, xs = _scatter_and_gather(axis, dim, part, x)
     return dx, tuple(_outer(xs, dy).astype(w.dtype) for dy, w in zip(dys, weights, strict=True))
 
 
 def _matmul_scatter_bwd(axis: str, dim: int, saved: tuple, dz: Array) -> tuple:
     x, weight = saved
+    # A cotangent that is there from the start must not take the products that forward messages
+    # hide behind: it waits for what the forward pass multiplied.
+    x, dz = barrier((x, dz))
 
     def work(carry, j, chunk):
         dx, dzs = carry
