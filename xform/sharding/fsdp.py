@@ -16,6 +16,10 @@ derivative would keep of every layer. So the derivative is written out, that of 
 order: it keeps each layer's input and gathers again. With `keep` the gathered parameters of all
 layers are kept instead, and nothing is gathered twice.
 
+Parameters that arrive while others are used lie beside them, and a loop's carry is in one place: a
+pass of one layer would copy all that arrived, each time. A pass of k + 1 layers ends where it began
+(`unroll`).
+
 Memory of one device, beside its own 1/n of everything: the inputs of L layers, and of the whole
 parameters P of a layer `(k + 1) P`, or `L P` with `keep`; on the way back `2 P` of gradients.
 
@@ -110,7 +114,7 @@ def scan_layers[X: PyTree](
     gather: Callable[[PyTree], PyTree],
     ahead: int = 1,
     keep: bool = False,
-    unroll: int = 1,
+    unroll: int | None = None,
 ) -> X:
     """Returns `x` after all layers, whose parameters are gathered `ahead` of their use.
 
@@ -127,7 +131,8 @@ def scan_layers[X: PyTree](
         whatever else is done to parameters before their use, such as a cast to bfloat16.
       ahead: How many layers ahead parameters are gathered; 0 gathers them as they are used.
       keep: Keep gathered parameters from the forward to the backward pass.
-      unroll: How many layers one pass of the loop computes.
+      unroll: How many layers one pass of the loop computes; by default `ahead + 1`, of which none
+        copies parameters.
 
     Raises:
       ValueError: `ahead` is negative or more than there are layers.
@@ -151,7 +156,7 @@ def scan_layers[X: PyTree](
         )
     whole = jax.eval_shape(gather, _at(stack.parts, 0))
     layer, consts = _closed(layer, x, whole)
-    return _scan(_How(layer, gather, ahead, keep, unroll), x, stack, consts)
+    return _scan(_How(layer, gather, ahead, keep, unroll or ahead + 1), x, stack, consts)
 
 
 def _closed(layer: Layer, x: PyTree, whole: PyTree) -> tuple[Callable, list]:
@@ -287,7 +292,7 @@ def _backward(how: _How, residuals: tuple, dx: PyTree) -> tuple:
         with declared():
             if not how.keep:
                 whole, *held = (*held, fetch(arriving)) if arriving is not None else held
-            dealt = None if pending is None else deal_out(pending)
+            dealt = None if pending is None else _done_here(deal_out(pending))
         dx, pending, *more = jax.vjp(how.layer, x, whole, *consts)[1](dx)
         dconsts = [_add(d, m) for d, m in zip(dconsts, more, strict=True)]
         return (dx, dconsts, tuple(held), pending), dealt
@@ -317,6 +322,14 @@ def _backward(how: _How, residuals: tuple, dx: PyTree) -> tuple:
 
 
 _scan.defvjp(_forward, _backward)
+
+
+def _done_here[T: PyTree](dealt: T) -> T:
+    """Keeps XLA from moving sums into the next pass, for which it would copy gradients.
+
+    Its pipeliner moves what goes straight to a stack of results; these sums are hidden as it is.
+    """
+    return lax.optimization_barrier(dealt)
 
 
 def _zero(const: Array) -> Array | None:

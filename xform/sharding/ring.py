@@ -240,7 +240,8 @@ def gather_matmul_bwd(axis: str, dim: int, saved: tuple, dys: tuple) -> tuple:
     x, weights = saved
     part = _parts(axis, dim, dys, tuple(w.T for w in weights))
     dx, xs = _scatter_and_gather(axis, dim, part, x)
-    return dx, tuple(_outer(xs, dy).astype(w.dtype) for dy, w in zip(dys, weights, strict=True))
+    dws = (_outer(xs, dy).astype(w.dtype) for dy, w in zip(dys, weights, strict=True))
+    return dx.astype(x.dtype), tuple(dws)
 
 
 def _matmul_scatter_bwd(axis: str, dim: int, saved: tuple, dz: Array) -> tuple:
