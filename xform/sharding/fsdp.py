@@ -17,8 +17,8 @@ order: it keeps each layer's input and gathers again. With `keep` the gathered p
 layers are kept instead, and nothing is gathered twice.
 
 Parameters that arrive while others are used lie beside them, and a loop's carry is in one place: a
-pass of one layer would copy all that arrived, each time. A pass of k + 1 layers ends where it began
-(`unroll`).
+pass of one layer would copy all that arrived, each time. A pass of k + 1 layers (`unroll`) ends
+where it began. So do the gradients of two layers.
 
 Memory of one device, beside its own 1/n of everything: the inputs of L layers, and of the whole
 parameters P of a layer `(k + 1) P`, or `L P` with `keep`; on the way back `2 P` of gradients.
@@ -131,8 +131,8 @@ def scan_layers[X: PyTree](
         whatever else is done to parameters before their use, such as a cast to bfloat16.
       ahead: How many layers ahead parameters are gathered; 0 gathers them as they are used.
       keep: Keep gathered parameters from the forward to the backward pass.
-      unroll: How many layers one pass of the loop computes; by default `ahead + 1`, of which none
-        copies parameters.
+      unroll: How many layers one pass of the loop computes; by default `ahead + 1` and at least two,
+        so that neither parameters nor gradients are copied.
 
     Raises:
       ValueError: `ahead` is negative or more than there are layers.
@@ -156,7 +156,7 @@ def scan_layers[X: PyTree](
         )
     whole = jax.eval_shape(gather, _at(stack.parts, 0))
     layer, consts = _closed(layer, x, whole)
-    return _scan(_How(layer, gather, ahead, keep, unroll or ahead + 1), x, stack, consts)
+    return _scan(_How(layer, gather, ahead, keep, unroll or max(ahead, 1) + 1), x, stack, consts)
 
 
 def _closed(layer: Layer, x: PyTree, whole: PyTree) -> tuple[Callable, list]:
