@@ -76,7 +76,8 @@ def split(specs: PyTree, shapes: PyTree, mesh: Mesh, axis: str = "dp", *, skip: 
       skip: How many dimensions in front are left alone, such as that of stacked layers.
 
     Raises:
-      ValueError: Lists the arrays of which `axis` divides no dimension, or which it splits already.
+      ValueError: Lists the arrays of which `axis` divides no dimension, or which it splits already;
+        or the mesh has no such axis.
 
     >>> from xform.sharding import make_mesh
     >>> mesh = make_mesh(dp=4, tp=2, devices=jax.devices()[:8])
@@ -84,6 +85,8 @@ def split(specs: PyTree, shapes: PyTree, mesh: Mesh, axis: str = "dp", *, skip: 
     >>> split({"in": P(None, None, "tp"), "out": P(None, "tp")}, shapes, mesh, skip=1)
     {'in': P(None, 'dp', 'tp'), 'out': P(None, ('tp', 'dp'), None)}
     """
+    if axis not in mesh.shape:
+        raise ValueError(f"`split` over {axis!r}, and the mesh has {dict(mesh.shape)}")
     n, wrong = mesh.shape[axis], []
 
     def place(path, spec: P, x) -> P:
@@ -131,11 +134,13 @@ def scan_layers[X: PyTree](
         whatever else is done to parameters before their use, such as a cast to bfloat16.
       ahead: How many layers ahead parameters are gathered; 0 gathers them as they are used.
       keep: Keep gathered parameters from the forward to the backward pass.
-      unroll: How many layers one pass of the loop computes; by default `ahead + 1` and at least two,
-        so that neither parameters nor gradients are copied.
+      unroll: How many layers one pass of the loop computes; by default `ahead + 1`, and at least
+        two, so that neither parameters nor gradients are copied.
 
     Raises:
-      ValueError: `ahead` is negative or more than there are layers.
+      ValueError: `ahead` is negative or more than there are layers, `unroll` is below 1, or arrays
+        of `stack` are of different numbers of layers.
+      TypeError: `layer` returns another structure, shape or dtype than it is given.
 
     >>> from xform.sharding import make_mesh, shardings
     >>> from xform.sharding.data import gather
@@ -149,19 +154,38 @@ def scan_layers[X: PyTree](
     (8, 4)
     """
     stack = stack if isinstance(stack, Late) else Late(stack, None)
-    layers = jax.tree.leaves(stack.parts)[0].shape[0]
-    if not 0 <= ahead <= layers:
-        raise ValueError(
-            f"`scan_layers` can gather 0 to {layers} layers ahead, of {layers}; found {ahead=}."
-        )
+    _check(stack.parts, ahead, unroll)
     whole = jax.eval_shape(gather, _at(stack.parts, 0))
     layer, consts = _closed(layer, x, whole)
     return _scan(_How(layer, gather, ahead, keep, unroll or max(ahead, 1) + 1), x, stack, consts)
 
 
+def _check(parts: PyTree, ahead: int, unroll: int | None) -> None:
+    sizes = {jax.tree_util.keystr(path): x.shape for path, x in jax.tree.leaves_with_path(parts)}
+    counts = {shape[0] if shape else None for shape in sizes.values()}
+    if len(counts) != 1 or None in counts:
+        raise ValueError(
+            f"`scan_layers` needs a stack of arrays of as many layers each; found {sizes}."
+        )
+    (layers,) = counts
+    if not 0 <= ahead <= layers:
+        raise ValueError(
+            f"`scan_layers` can gather 0 to {layers} layers ahead, of {layers}; found {ahead=}."
+        )
+    if unroll is not None and unroll < 1:
+        raise ValueError(f"`scan_layers` computes one layer in a pass, or more; found {unroll=}.")
+
+
 def _closed(layer: Layer, x: PyTree, whole: PyTree) -> tuple[Callable, list]:
     """The layer as a function of all that it closes over too: a derivative is taken elsewhere."""
     program, out = jax.make_jaxpr(layer, return_shape=True)(x, whole)
+    types = lambda tree: jax.tree.map(lambda a: f"{a.dtype}{[*a.shape]}", tree)
+    given, returned = types(jax.eval_shape(lambda x: x, x)), types(out)
+    if given != returned:
+        raise TypeError(
+            f"`scan_layers`: `layer` was given {given} and returned {returned}; needed is the same "
+            "type, since the next layer is given that."
+        )
 
     def call(x, whole, *consts):
         found = eval_jaxpr(program.jaxpr, consts, *jax.tree.leaves((x, whole)))

@@ -42,6 +42,7 @@ from jaxtyping import Array, Float
 from xform._compat import varying_axes
 from xform.primitives._rules import join_axes
 from xform.sharding._declare import declare
+from xform.sharding._specs import is_bound
 
 barrier = lax.optimization_barrier
 
@@ -67,7 +68,8 @@ def gather_matmul(
       For each weight, the product for the rows of all devices, in their order.
 
     Raises:
-      ValueError: `x` is not split over `axis`, or `dim` is the last dimension.
+      ValueError: `x` is not split over `axis`, `dim` is the last dimension, or weights have other
+        rows than `x` has columns.
 
     >>> from xform.sharding import make_mesh, shardings
     >>> mesh = make_mesh(tp=4, devices=jax.devices()[:4])
@@ -78,7 +80,7 @@ def gather_matmul(
     >>> jax.shard_map(product, mesh=mesh, **specs)(x, w).shape
     (8, 4)
     """
-    dim = checked("gather_matmul", x, axis, dim)
+    dim = checked("gather_matmul", x, weights, axis, dim)
     with declare("ring.gather_matmul", axis, hidden=True):
         x, *weights = join_axes([x, *weights])
         return _gather_matmul(axis, dim, x, tuple(weights))
@@ -98,8 +100,8 @@ def matmul_scatter(
       dim: The dimension of `x` whose rows are dealt out, in order; not the last.
 
     Raises:
-      ValueError: `x` does not vary over `axis`, `dim` is the last dimension, or its size is no
-        multiple of the axis.
+      ValueError: `x` does not vary over `axis`, `dim` is the last dimension, its size is no
+        multiple of the axis, or `weight` has other rows than `x` has columns.
 
     >>> from xform.sharding import make_mesh, shardings
     >>> mesh = make_mesh(tp=4, devices=jax.devices()[:4])
@@ -109,7 +111,7 @@ def matmul_scatter(
     >>> jax.shard_map(lambda x, w: matmul_scatter(x, w, "tp"), mesh=mesh, **specs)(x, w).shape
     (8, 3)
     """
-    dim = checked("matmul_scatter", x, axis, dim)
+    dim = checked("matmul_scatter", x, [weight], axis, dim)
     if x.shape[dim] % lax.axis_size(axis):
         raise ValueError(
             f"`matmul_scatter` deals out {x.shape[dim]} rows (dimension {dim} of {x.shape}) over "
@@ -290,22 +292,31 @@ def _put(whole: Array, rows: Array, j: Array, dim: int) -> Array:
 _WRONG_RESULTS = "--xla_gpu_use_memcpy_local_p2p"
 
 
-def checked(name: str, x: Array, axis: str, dim: int) -> int:
+def checked(name: str, x: Array, weights: Sequence[Array], axis: str, dim: int) -> int:
     """Returns `dim` counted from the front, once it is known that arguments fit.
 
-    >>> checked("gather_matmul", jnp.ones((8, 3)), "tp", -1)  # doctest: +IGNORE_EXCEPTION_DETAIL
+    >>> x = jnp.ones((8, 3))
+    >>> checked("gather_matmul", x, [], "tp", -1)  # doctest: +IGNORE_EXCEPTION_DETAIL
     Traceback (most recent call last):
         ...
-    ValueError: `gather_matmul`: `x` is the same on all devices of 'tp'; ...
+    ValueError: `gather_matmul`: there is no 'tp' among the axes of a `jax.shard_map` ...
     """
     wrong = []
-    if axis not in varying_axes(x):
+    if not is_bound(axis):
+        wrong.append(f"there is no {axis!r} among the axes of a `jax.shard_map` around this call")
+    elif axis not in varying_axes(x):
         wrong.append(
             f"`x` is the same on all devices of {axis!r}; it varies over "
             f"{sorted(varying_axes(x)) or 'no axis'}: split it over {axis!r} first"
         )
     if not -x.ndim <= dim < x.ndim or dim % x.ndim == x.ndim - 1:
         wrong.append(f"`dim` is {dim} of {x.shape}; needed is a dimension of rows, {-x.ndim} to -2")
+    shapes = [jnp.shape(w) for w in weights]
+    if any(len(shape) != 2 or shape[0] != x.shape[-1] for shape in shapes):
+        wrong.append(
+            f"weights are of shapes {shapes}; needed is a list of matrices of {x.shape[-1]} rows, "
+            f"as `x` {x.shape} has columns"
+        )
     flags = os.environ.get("XLA_FLAGS", "").split()
     if bad := [f for f in flags if f.startswith(_WRONG_RESULTS) and not f.endswith("=false")]:
         wrong.append(f"XLA_FLAGS has {bad[0]}, with which messages give wrong numbers: remove it")
