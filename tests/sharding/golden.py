@@ -53,8 +53,7 @@ def layers(ahead: int, unroll: int | None = None) -> Audit:
         return x + jnp.tanh(x @ p["up"]) @ p["down"]
 
     def total(stack, x):
-        how = dict(gather=gather, ahead=ahead, unroll=unroll)
-        y = fsdp.scan_layers(layer, x, stack, **how)
+        y = fsdp.scan_layers(layer, x, stack, gather=gather, ahead=ahead, unroll=unroll)
         return jnp.sum(y.astype(jnp.float32)), jnp.sum(x[:, 0] < jnp.inf)
 
     step = data.value_and_grad(total, lambda stack: stack, "dp")

@@ -247,7 +247,8 @@ def refused(**options):
     spec = options.pop("spec", P(None, "cp"))
     heads, length = options.pop("heads", 4), options.pop("keys", 32)
     q, k = np.ones((1, 32, heads, 4), np.float32), np.ones((1, length, 2, 4), np.float32)
-    attend = lambda q, k: context.attention(q, k, k, **({"axis": "cp"} | options))
+    axis = options.pop("axis", "cp")
+    attend = lambda q, k: context.attention(q, k, k, axis=axis, **options)
     jax.eval_shape(
         on(mesh, attend, spec, P()), *jax.device_put((q, k), shardings(mesh, (spec,) * 2))
     )

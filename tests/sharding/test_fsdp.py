@@ -189,4 +189,4 @@ def test_what_does_not_fit_is_named(unchecked):
     with pytest.raises(TypeError, match=r"given float32\[4\] and returned float32\[2\]; needed"):
         run(stack["w"], lambda x, w: (x @ w)[:2])
     with pytest.raises(ValueError, match=r"`split` over 'dp', and the mesh has \{'tp': 2\}"):
-        fsdp.split({"w": P()}, stack, mesh_of(tp=2).abstract_mesh, "dp")
+        fsdp.split({"w": P()}, stack, mesh_of(tp=2), "dp")

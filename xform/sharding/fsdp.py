@@ -162,12 +162,12 @@ def scan_layers[X: PyTree](
 
 def _check(parts: PyTree, ahead: int, unroll: int | None) -> None:
     sizes = {jax.tree_util.keystr(path): x.shape for path, x in jax.tree.leaves_with_path(parts)}
-    counts = {shape[0] if shape else None for shape in sizes.values()}
-    if len(counts) != 1 or None in counts:
+    counts = {shape[:1] for shape in sizes.values()}
+    if len(counts) != 1 or () in counts:
         raise ValueError(
             f"`scan_layers` needs a stack of arrays of as many layers each; found {sizes}."
         )
-    (layers,) = counts
+    ((layers,),) = counts
     if not 0 <= ahead <= layers:
         raise ValueError(
             f"`scan_layers` can gather 0 to {layers} layers ahead, of {layers}; found {ahead=}."
