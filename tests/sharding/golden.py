@@ -42,7 +42,7 @@ def feed_forward(n: int) -> Audit:
     return audit(f, args, {"tp": n}, specs=specs)
 
 
-def layers(ahead: int) -> Audit:
+def layers(ahead: int, unroll: int | None = None) -> Audit:
     """Eight fully sharded layers over eight devices, forward and backward."""
     width, units, tokens, n = 2048, 8192, 32_768, 8
     whole = {"up": P(None, None, "dp"), "down": P(None, "dp")}
@@ -53,7 +53,7 @@ def layers(ahead: int) -> Audit:
         return x + jnp.tanh(x @ p["up"]) @ p["down"]
 
     def total(stack, x):
-        y = fsdp.scan_layers(layer, x, stack, gather=gather, ahead=ahead)
+        y = fsdp.scan_layers(layer, x, stack, gather=gather, ahead=ahead, unroll=unroll)
         return jnp.sum(y.astype(jnp.float32)), jnp.sum(x[:, 0] < jnp.inf)
 
     step = data.value_and_grad(total, lambda stack: stack, "dp")
@@ -101,7 +101,7 @@ PROGRAMS: dict[str, Callable[[], Audit]] = {
     "feed forward, tp=4": lambda: feed_forward(4),
     "feed forward, tp=8": lambda: feed_forward(8),
     "layers, 1 ahead": lambda: layers(1),
-    "layers, 0 ahead": lambda: layers(0),
+    "layers, 0 ahead": lambda: layers(0, unroll=1),
     "microbatches, 1": lambda: microbatches(1),
     "microbatches, 4": lambda: microbatches(4),
     "vocabulary, tp=8": lambda: vocabulary(8),

@@ -247,7 +247,8 @@ def refused(**options):
     spec = options.pop("spec", P(None, "cp"))
     heads, length = options.pop("heads", 4), options.pop("keys", 32)
     q, k = np.ones((1, 32, heads, 4), np.float32), np.ones((1, length, 2, 4), np.float32)
-    attend = lambda q, k: context.attention(q, k, k, axis="cp", **options)
+    axis = options.pop("axis", "cp")
+    attend = lambda q, k: context.attention(q, k, k, axis=axis, **options)
     jax.eval_shape(
         on(mesh, attend, spec, P()), *jax.device_put((q, k), shardings(mesh, (spec,) * 2))
     )
@@ -261,6 +262,8 @@ def refused(**options):
         ({"layout": context.contiguous(64, 2)}, ValueError, r"is of 64 positions on 2 devices; n"),
         ({"method": "tree"}, ValueError, r"`method` is 'tree'; there is None, 'ring', 'all_g"),
         ({"implementation": "reference"}, ValueError, r"is dense, and of one device: compare"),
+        ({"axis": "c"}, ValueError, r"there is no 'c' among the axes of a `jax.shard_map`"),
+        ({"dropout_rate": 0.1}, NotImplementedError, r"dropout_rate=0.1.*random.dropout"),
         ({"aux": "max"}, ValueError, r"`aux` asks for \['max'\]; there is \['lse'\]"),
         ({"mask_mod": documents(np.ones(8, int))}, ValueError, r"has shape \[8\]; .*needs \[32\]"),
         ({"mask_mod": lambda b, h, i, j: IDS[j] == 0}, ValueError, r"at kv_idx .* are 32 keys"),

@@ -173,3 +173,20 @@ def test_more_layers_ahead_than_there_are_is_refused(ahead):
         ValueError, match=rf"can gather 0 to 5 layers ahead, of 5; found ahead={ahead}"
     ):
         run_on(mesh_of(dp=4), partial(ahead_of, ahead=ahead), IN, P("dp"), arrays())
+
+
+def test_what_does_not_fit_is_named(unchecked):
+    stack = {"b": jnp.ones((2, 4)), "w": jnp.ones((3, 4, 4))}
+    run = lambda stack, layer, **how: fsdp.scan_layers(
+        layer, jnp.ones(4), stack, gather=lambda p: p, **how
+    )
+    with pytest.raises(ValueError, match=r"as many layers each; .*'b'.*\(2, 4\).*\(3, 4, 4\)"):
+        run(stack, lambda x, p: x @ p["w"] + p["b"])
+    with pytest.raises(ValueError, match=r"as many layers each; found \{\}"):
+        run({}, lambda x, p: x)
+    with pytest.raises(ValueError, match=r"one layer in a pass, or more; found unroll=0"):
+        run(stack["w"], lambda x, w: x @ w, unroll=0)
+    with pytest.raises(TypeError, match=r"given float32\[4\] and returned float32\[2\]; needed"):
+        run(stack["w"], lambda x, w: (x @ w)[:2])
+    with pytest.raises(ValueError, match=r"`split` over 'dp', and the mesh has \{'tp': 2\}"):
+        fsdp.split({"w": P()}, stack, mesh_of(tp=2), "dp")

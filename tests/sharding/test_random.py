@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
 from tests.sharding.equal import mesh_of
-from xform.sharding import place, random, shardings
+from xform.sharding import context, place, random, shardings
 
 SHAPE = (8, 6, 16)
 
@@ -75,6 +75,22 @@ def test_dropout_drops_the_same_on_every_mesh():
     np.testing.assert_allclose(found[0][kept], np.asarray(x)[kept] / 0.75, rtol=1e-6)
 
 
+def test_dropout_follows_positions_wherever_a_layout_puts_them():
+    """Chunks of the second dimension lie on devices in another order than in the sequence."""
+    shape, spec, key = (4, 32, 3), P("dp", "cp"), jax.random.key(2)
+    mesh, layout = mesh_of(dp=2, cp=4), context.zigzag(32, 4)
+
+    def drop(x, key):
+        positions = {1: layout.positions("cp")}
+        return random.dropout(x, 0.25, key, shape, spec, positions=positions)
+
+    f = jax.shard_map(drop, mesh=mesh, in_specs=(spec, P()), out_specs=spec)
+    x = np.random.default_rng(0).normal(size=shape).astype(np.float32)
+    found = jax.jit(f)(*jax.device_put((layout.split(x), key), shardings(mesh, (spec, P()))))
+    stays = jax.random.bernoulli(key, 0.75, shape)
+    np.testing.assert_array_equal(layout.join(np.asarray(found)) != 0, stays)
+
+
 def test_parameters_are_bitwise_the_same_however_they_are_split():
     init = lambda key: normal(key, (16, 24))
     whole = jax.jit(init)(jax.random.key(3))
@@ -96,6 +112,11 @@ def test_what_does_not_fit_is_named():
     mesh, key = mesh_of(dp=4, tp=2), jax.random.key(0)
     with pytest.raises(ValueError, match=r"parts of shape \(2, 6, 16\) was asked for \(2, 6\)"):
         drawn(lambda key, *_: normal(key, (2, 6)), mesh, P("dp"), key)
+    with pytest.raises(ValueError, match=r"positions of shapes \{1: \(3,\)\} .* part \(2, 6, 16\)"):
+        drawn(
+            lambda *_: random.local_key(key, SHAPE, P("dp"), positions={1: jnp.arange(3)}),
+            mesh, P("dp"), key,
+        )  # fmt: skip
     f = lambda key: normal(random.local_key(key, SHAPE, P(None, "dp")), (1,))
     f = jax.shard_map(f, mesh=mesh, in_specs=P(), out_specs=P())
     with pytest.raises(ValueError, match=r"\(8, 6, 16\) can't be split by .*into \(1, 4, 1\)"):

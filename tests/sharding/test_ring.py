@@ -77,7 +77,25 @@ def test_bfloat16_is_as_right_as_the_plain_collectives():
     assert error(on(hidden)(*args)) <= 1.5 * error(on(plain)(*args))
 
 
-def test_what_does_not_fit_is_named_at_once(monkeypatch):
+@pytest.mark.parametrize("narrow", ["x", "w"])
+def test_gradients_have_the_dtypes_of_what_they_are_of(narrow):
+    dtypes = {name: "bfloat16" if name == narrow else "float32" for name in "xw"}
+    x, w = np.ones((8, 4)), np.ones((4, 8))
+    args = jnp.asarray(x, dtypes["x"]), jnp.asarray(w, dtypes["w"])
+
+    def loss(x, w):
+        (y,) = ring.gather_matmul(x, [w], "tp")
+        return jax.lax.psum(jnp.sum(y), "tp")
+
+    specs = P("tp"), P(None, "tp")
+    f = jax.shard_map(jax.grad(loss, (0, 1)), mesh=mesh_of(tp=4), in_specs=specs, out_specs=specs)
+    dx, dw = f(*jax.device_put(args, shardings(mesh_of(tp=4), specs)))
+    assert (dx.dtype, dw.dtype) == (args[0].dtype, args[1].dtype)
+    np.testing.assert_array_equal(dx, 8)
+    np.testing.assert_array_equal(dw, 8)
+
+
+def test_what_does_not_fit_is_named_at_once(monkeypatch, unchecked):
     mesh = mesh_of(dp=2, tp=4)
     x, w = np.ones((8, 4)), np.ones((4, 8))
 
@@ -93,6 +111,12 @@ def test_what_does_not_fit_is_named_at_once(monkeypatch):
         run(lambda x, w: ring.gather_matmul(x, [w], "tp", dim=1), P("dp"))
     with pytest.raises(ValueError, match=r"deals out 2 rows \(dimension 0 of \(2, 4\)\) over tp=4"):
         run(lambda x, w: ring.matmul_scatter(x, w, "tp"), P("tp"))
+    with pytest.raises(ValueError, match=r"there is no 't' among the axes of a `jax.shard_map`"):
+        run(lambda x, w: ring.gather_matmul(x, [w], "t"), P("tp"))
+    with pytest.raises(ValueError, match=r"of shapes \[\(2,\), .*a list of matrices of 4 rows"):
+        run(lambda x, w: ring.gather_matmul(x, w, "tp"), P("tp"))
+    with pytest.raises(ValueError, match=r"of shapes \[\(4, 2\)\]; .* of 2 rows, as `x` \(2, 2\)"):
+        run(lambda x, w: ring.matmul_scatter(x[:, :2], w, "tp"), P("tp"))
     monkeypatch.setenv("XLA_FLAGS", "--a=1 --xla_gpu_use_memcpy_local_p2p=true")
     with pytest.raises(ValueError, match=r"XLA_FLAGS has --xla_gpu_use_memcpy_local_p2p=true"):
         run(lambda x, w: ring.gather_matmul(x, [w], "tp")[0], P("tp"))

@@ -35,7 +35,7 @@ def gather_matmul(
       ValueError: As there; or the axis is not all devices.
       NotImplementedError: The kernel has no tiles of these sizes, or not for this dtype or device.
     """
-    dim = ring.checked("gather_matmul", x, axis, dim)
+    dim = ring.checked("gather_matmul", x, weights, axis, dim)
     wrong = []
     if any(a.dtype not in (jnp.bfloat16, jnp.float16) or a.dtype != x.dtype for a in (x, *weights)):
         wrong.append(

@@ -1,5 +1,6 @@
-"""What a `PartitionSpec` says, dimension by dimension."""
+"""What a `PartitionSpec` says, dimension by dimension, and which axes there are to say it of."""
 
+from jax import lax
 from jax.sharding import PartitionSpec as P
 
 
@@ -18,3 +19,12 @@ def split_dim(spec: P, axis: str) -> int:
     """Returns the dimension that the axis splits, or -1."""
     dims = enumerate(axes_by_dim(spec, len(spec)))
     return next((dim for dim, axes in dims if axis in axes), -1)
+
+
+def is_bound(axis: str) -> bool:
+    """Whether the axis is one of a `jax.shard_map` around this call."""
+    try:
+        lax.axis_size(axis)
+    except NameError:
+        return False
+    return True

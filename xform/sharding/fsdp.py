@@ -16,6 +16,10 @@ derivative would keep of every layer. So the derivative is written out, that of 
 order: it keeps each layer's input and gathers again. With `keep` the gathered parameters of all
 layers are kept instead, and nothing is gathered twice.
 
+Parameters that arrive while others are used lie beside them, and a loop's carry is in one place: a
+pass of one layer would copy all that arrived, each time. A pass of k + 1 layers (`unroll`) ends
+where it began. So do the gradients of two layers.
+
 Memory of one device, beside its own 1/n of everything: the inputs of L layers, and of the whole
 parameters P of a layer `(k + 1) P`, or `L P` with `keep`; on the way back `2 P` of gradients.
 
@@ -72,7 +76,8 @@ def split(specs: PyTree, shapes: PyTree, mesh: Mesh, axis: str = "dp", *, skip: 
       skip: How many dimensions in front are left alone, such as that of stacked layers.
 
     Raises:
-      ValueError: Lists the arrays of which `axis` divides no dimension, or which it splits already.
+      ValueError: Lists the arrays of which `axis` divides no dimension, or which it splits already;
+        or the mesh has no such axis.
 
     >>> from xform.sharding import make_mesh
     >>> mesh = make_mesh(dp=4, tp=2, devices=jax.devices()[:8])
@@ -80,6 +85,8 @@ def split(specs: PyTree, shapes: PyTree, mesh: Mesh, axis: str = "dp", *, skip: 
     >>> split({"in": P(None, None, "tp"), "out": P(None, "tp")}, shapes, mesh, skip=1)
     {'in': P(None, 'dp', 'tp'), 'out': P(None, ('tp', 'dp'), None)}
     """
+    if axis not in mesh.shape:
+        raise ValueError(f"`split` over {axis!r}, and the mesh has {dict(mesh.shape)}")
     n, wrong = mesh.shape[axis], []
 
     def place(path, spec: P, x) -> P:
@@ -110,7 +117,7 @@ def scan_layers[X: PyTree](
     gather: Callable[[PyTree], PyTree],
     ahead: int = 1,
     keep: bool = False,
-    unroll: int = 1,
+    unroll: int | None = None,
 ) -> X:
     """Returns `x` after all layers, whose parameters are gathered `ahead` of their use.
 
@@ -127,10 +134,13 @@ def scan_layers[X: PyTree](
         whatever else is done to parameters before their use, such as a cast to bfloat16.
       ahead: How many layers ahead parameters are gathered; 0 gathers them as they are used.
       keep: Keep gathered parameters from the forward to the backward pass.
-      unroll: How many layers one pass of the loop computes.
+      unroll: How many layers one pass of the loop computes; by default `ahead + 1`, and at least
+        two, so that neither parameters nor gradients are copied.
 
     Raises:
-      ValueError: `ahead` is negative or more than there are layers.
+      ValueError: `ahead` is negative or more than there are layers, `unroll` is below 1, or arrays
+        of `stack` are of different numbers of layers.
+      TypeError: `layer` returns another structure, shape or dtype than it is given.
 
     >>> from xform.sharding import make_mesh, shardings
     >>> from xform.sharding.data import gather
@@ -144,19 +154,38 @@ def scan_layers[X: PyTree](
     (8, 4)
     """
     stack = stack if isinstance(stack, Late) else Late(stack, None)
-    layers = jax.tree.leaves(stack.parts)[0].shape[0]
+    _check(stack.parts, ahead, unroll)
+    whole = jax.eval_shape(gather, _at(stack.parts, 0))
+    layer, consts = _closed(layer, x, whole)
+    return _scan(_How(layer, gather, ahead, keep, unroll or max(ahead, 1) + 1), x, stack, consts)
+
+
+def _check(parts: PyTree, ahead: int, unroll: int | None) -> None:
+    sizes = {jax.tree_util.keystr(path): x.shape for path, x in jax.tree.leaves_with_path(parts)}
+    counts = {shape[:1] for shape in sizes.values()}
+    if len(counts) != 1 or () in counts:
+        raise ValueError(
+            f"`scan_layers` needs a stack of arrays of as many layers each; found {sizes}."
+        )
+    ((layers,),) = counts
     if not 0 <= ahead <= layers:
         raise ValueError(
             f"`scan_layers` can gather 0 to {layers} layers ahead, of {layers}; found {ahead=}."
         )
-    whole = jax.eval_shape(gather, _at(stack.parts, 0))
-    layer, consts = _closed(layer, x, whole)
-    return _scan(_How(layer, gather, ahead, keep, unroll), x, stack, consts)
+    if unroll is not None and unroll < 1:
+        raise ValueError(f"`scan_layers` computes one layer in a pass, or more; found {unroll=}.")
 
 
 def _closed(layer: Layer, x: PyTree, whole: PyTree) -> tuple[Callable, list]:
     """The layer as a function of all that it closes over too: a derivative is taken elsewhere."""
     program, out = jax.make_jaxpr(layer, return_shape=True)(x, whole)
+    types = lambda tree: jax.tree.map(lambda a: f"{a.dtype}{[*a.shape]}", tree)
+    given, returned = types(jax.eval_shape(lambda x: x, x)), types(out)
+    if given != returned:
+        raise TypeError(
+            f"`scan_layers`: `layer` was given {given} and returned {returned}; needed is the same "
+            "type, since the next layer is given that."
+        )
 
     def call(x, whole, *consts):
         found = eval_jaxpr(program.jaxpr, consts, *jax.tree.leaves((x, whole)))
@@ -287,7 +316,7 @@ def _backward(how: _How, residuals: tuple, dx: PyTree) -> tuple:
         with declared():
             if not how.keep:
                 whole, *held = (*held, fetch(arriving)) if arriving is not None else held
-            dealt = None if pending is None else deal_out(pending)
+            dealt = None if pending is None else _done_here(deal_out(pending))
         dx, pending, *more = jax.vjp(how.layer, x, whole, *consts)[1](dx)
         dconsts = [_add(d, m) for d, m in zip(dconsts, more, strict=True)]
         return (dx, dconsts, tuple(held), pending), dealt
@@ -317,6 +346,14 @@ def _backward(how: _How, residuals: tuple, dx: PyTree) -> tuple:
 
 
 _scan.defvjp(_forward, _backward)
+
+
+def _done_here[T: PyTree](dealt: T) -> T:
+    """Keeps XLA from moving sums into the next pass, for which it would copy gradients.
+
+    Its pipeliner moves what goes straight to a stack of results; these sums are hidden as it is.
+    """
+    return lax.optimization_barrier(dealt)
 
 
 def _zero(const: Array) -> Array | None:

@@ -8,13 +8,15 @@ knows where in the whole array a device's part lies:
 
     number at (i_0, i_1, …) of the part = number at (start_0 + i_0, start_1 + i_1, …) of the whole
 
-It holds the words of the shared key and where the part starts. From these its generator counts the
-place in the whole array, in 64 bits, and hashes that as JAX's own does.
+It holds the words of the shared key and where the part starts, or where each of its rows is. From
+these its generator counts the place in the whole array, in 64 bits, and hashes that as JAX's own
+does.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from math import prod
+from types import MappingProxyType
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +29,13 @@ from xform.primitives._rules import join_axes
 from xform.sharding._specs import axes_by_dim
 
 
-def local_key(key: jax.Array, shape: Sequence[int], spec: P) -> jax.Array:
+def local_key(
+    key: jax.Array,
+    shape: Sequence[int],
+    spec: P,
+    *,
+    positions: Mapping[int, jax.Array] = MappingProxyType({}),
+) -> jax.Array:
     """Returns a key with which `jax.random` draws this device's part of an array.
 
     What is drawn with the result, in the part's shape, is bitwise what is drawn with `key` in the
@@ -37,12 +45,15 @@ def local_key(key: jax.Array, shape: Sequence[int], spec: P) -> jax.Array:
       key: A threefry key (JAX's default), the same on all devices.
       shape: The shape of the whole array.
       spec: How it is split.
+      positions: By dimension, where this device's part stands in the whole, if not one part after
+        the other; under context parallelism `{1: layout.positions("cp")}`.
 
     Returns:
       A key for numbers of the part's shape alone: drawing another raises.
 
     Raises:
-      ValueError: `shape` is no multiple of what splits it, or has a dimension of 2**32 or more.
+      ValueError: `shape` is no multiple of what splits it, or has a dimension of 2**32 or more; or
+        there are other positions than a part has.
       TypeError: `key` is no threefry key, or JAX's threefry isn't set to be partitionable.
 
     >>> from xform.sharding import make_mesh
@@ -68,14 +79,29 @@ def local_key(key: jax.Array, shape: Sequence[int], spec: P) -> jax.Array:
             "less than 2**32 each: pad the array, or change the mesh."
         )
     part = tuple(s // n for s, n in zip(shape, counts, strict=True))
+    sizes = {dim: jnp.shape(where) for dim, where in positions.items()}
+    if sizes != {dim: part[dim : dim + 1] for dim in positions}:
+        raise ValueError(
+            f"`local_key` got positions of shapes {sizes} by dimension; needed is one for each row "
+            f"of this device's part {part} of {tuple(shape)}."
+        )
     places = [lax.axis_index(axes) if axes else 0 for axes in splits]
-    starts = [jnp.uint32(i * n) for i, n in zip(places, part, strict=True)]
-    data = jax.random.key_data(key)
-    words = jnp.stack(join_axes([data[0], data[1], *starts]))
-    return jax.random.wrap_key_data(words, impl=_generator(tuple(shape), part))
+    starts = [jnp.uint32(i * n)[None] for i, n in zip(places, part, strict=True)]
+    where = [positions[d].astype(jnp.uint32) if d in positions else x for d, x in enumerate(starts)]
+    words = jnp.concatenate(join_axes([jax.random.key_data(key), *where]))
+    impl = _generator(tuple(shape), part, tuple(sorted(positions)))
+    return jax.random.wrap_key_data(words, impl=impl)
 
 
-def dropout(x: jax.Array, rate: float, key: jax.Array, shape: Sequence[int], spec: P) -> jax.Array:
+def dropout(
+    x: jax.Array,
+    rate: float,
+    key: jax.Array,
+    shape: Sequence[int],
+    spec: P,
+    *,
+    positions: Mapping[int, jax.Array] = MappingProxyType({}),
+) -> jax.Array:
     """Returns `x` with numbers set to 0 with probability `rate`, and others divided by `1 - rate`.
 
     Which ones it is, is bitwise the same on every mesh.
@@ -83,7 +109,7 @@ def dropout(x: jax.Array, rate: float, key: jax.Array, shape: Sequence[int], spe
     Args:
       x: This device's part.
       rate: At least 0 and below 1.
-      key, shape, spec: As of `local_key`.
+      key, shape, spec, positions: As of `local_key`.
 
     >>> from xform.sharding import make_mesh
     >>> mesh = make_mesh(dp=2, devices=jax.devices()[:2])
@@ -96,13 +122,19 @@ def dropout(x: jax.Array, rate: float, key: jax.Array, shape: Sequence[int], spe
     """
     if not 0 <= rate < 1:
         raise ValueError(f"`dropout` needs a rate of at least 0 and below 1; found {rate=}")
-    stays = jax.random.bernoulli(local_key(key, shape, spec), 1 - rate, x.shape)
+    at = local_key(key, shape, spec, positions=positions)
+    stays = jax.random.bernoulli(at, 1 - rate, x.shape)
     return jnp.where(stays, x / (1 - rate), 0)
 
 
 @lru_cache
-def _generator(shape: tuple[int, ...], part: tuple[int, ...]):
-    """A generator for keys `[2 + ndim]`: the words of a threefry key, and where the part starts."""
+def _generator(shape: tuple[int, ...], part: tuple[int, ...], listed: tuple[int, ...]):
+    """A generator of keys: two words of a threefry key, and of each dimension where the part is.
+
+    That is where it starts, or, if the dimension is `listed`, where each of its rows is.
+    """
+    counts = [part[dim] if dim in listed else 1 for dim in range(len(part))]
+    ends = [2 + sum(counts[: dim + 1]) for dim in range(len(part))]
     strides = [prod(shape[dim + 1 :]) for dim in range(len(shape))]
 
     def random_bits(words, width: int, asked: tuple[int, ...]):
@@ -113,7 +145,10 @@ def _generator(shape: tuple[int, ...], part: tuple[int, ...]):
             )
         high = low = jnp.zeros(part, jnp.uint32)
         for dim, stride in enumerate(strides):
-            index = words[2 + dim] + lax.broadcasted_iota(jnp.uint32, part, dim)
+            index = words[ends[dim] - counts[dim] : ends[dim]]
+            index = lax.broadcast_in_dim(index, part, (dim,))
+            if dim not in listed:
+                index += lax.broadcasted_iota(jnp.uint32, part, dim)
             high, low = _add((high, low), _times(index, stride))
         x, y = threefry((words[0], words[1]), (high, low))
         if width == 64:
@@ -124,7 +159,7 @@ def _generator(shape: tuple[int, ...], part: tuple[int, ...]):
         def changed(words, *args):
             key = jax.random.wrap_key_data(words[:2], impl="threefry2x32")
             new = jax.random.key_data(change(key, *args))
-            starts = jnp.broadcast_to(words[2:], (*new.shape[:-1], len(shape)))
+            starts = jnp.broadcast_to(words[2:], (*new.shape[:-1], sum(counts)))
             return jnp.concatenate(join_axes([new, starts]), axis=-1)
 
         return changed
@@ -133,7 +168,7 @@ def _generator(shape: tuple[int, ...], part: tuple[int, ...]):
         raise TypeError("a key of `local_key` is made from another, not from a seed")
 
     return define_prng_impl(
-        key_shape=(2 + len(shape),), seed=seed, random_bits=random_bits,
+        key_shape=(2 + sum(counts),), seed=seed, random_bits=random_bits,
         split=with_starts(jax.random.split), fold_in=with_starts(jax.random.fold_in),
         name=f"threefry2x32 of {part} in {shape}", tag="part",
     )  # fmt: skip

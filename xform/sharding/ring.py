@@ -11,12 +11,16 @@ product of its size to hide behind, where `all_gather` and `psum_scatter` have n
 Derivation of the backward rules, with `x_j` the chunk of device j and `W` this device's part:
 
     Y = [x_0 W; …; x_{n-1} W]          dx_i = Σ over devices of dY_i Wᵀ = matmul_scatter(dY, Wᵀ)
-                                       dW = Σ_j x_jᵀ dY_j: the chunks go around once more
+                                       dW = [x_0; …]ᵀ dY: the chunks go around once more, with
+                                       the sums of dx
     z_i = Σ over devices of h_i W      dh = [dz_0 Wᵀ; …] = gather_matmul(dz, Wᵀ)
-                                       dW = Σ_j h_jᵀ dz_j: in the same round as dh
+                                       dW = hᵀ [dz_0; …], of the chunks that went around for dh
 
 Written out rather than derived, since the derivative of a ring is a ring with its products in
-another order, half of whose messages have nothing to hide behind. Nothing gathered is kept.
+another order, half of whose messages have nothing to hide behind. The gradient of a weight is one
+product, once all chunks are there: added up chunk by chunk, a sum as large as the weight is read
+and written n times, in float32. So the backward pass of a product holds all rows for a while, of x
+or of dz, as it does with plain collectives; from the forward pass nothing gathered is kept.
 Derivatives are those of reverse mode, of any order; JAX refuses forward mode (`jax.jvp`).
 
 **Barriers.** XLA's dot merger puts products that share an operand back together, and messages then
@@ -38,6 +42,7 @@ from jaxtyping import Array, Float
 from xform._compat import varying_axes
 from xform.primitives._rules import join_axes
 from xform.sharding._declare import declare
+from xform.sharding._specs import is_bound
 
 barrier = lax.optimization_barrier
 
@@ -63,7 +68,8 @@ def gather_matmul(
       For each weight, the product for the rows of all devices, in their order.
 
     Raises:
-      ValueError: `x` is not split over `axis`, or `dim` is the last dimension.
+      ValueError: `x` is not split over `axis`, `dim` is the last dimension, or weights have other
+        rows than `x` has columns.
 
     >>> from xform.sharding import make_mesh, shardings
     >>> mesh = make_mesh(tp=4, devices=jax.devices()[:4])
@@ -74,7 +80,7 @@ def gather_matmul(
     >>> jax.shard_map(product, mesh=mesh, **specs)(x, w).shape
     (8, 4)
     """
-    dim = checked("gather_matmul", x, axis, dim)
+    dim = checked("gather_matmul", x, weights, axis, dim)
     with declare("ring.gather_matmul", axis, hidden=True):
         x, *weights = join_axes([x, *weights])
         return _gather_matmul(axis, dim, x, tuple(weights))
@@ -94,8 +100,8 @@ def matmul_scatter(
       dim: The dimension of `x` whose rows are dealt out, in order; not the last.
 
     Raises:
-      ValueError: `x` does not vary over `axis`, `dim` is the last dimension, or its size is no
-        multiple of the axis.
+      ValueError: `x` does not vary over `axis`, `dim` is the last dimension, its size is no
+        multiple of the axis, or `weight` has other rows than `x` has columns.
 
     >>> from xform.sharding import make_mesh, shardings
     >>> mesh = make_mesh(tp=4, devices=jax.devices()[:4])
@@ -105,7 +111,7 @@ def matmul_scatter(
     >>> jax.shard_map(lambda x, w: matmul_scatter(x, w, "tp"), mesh=mesh, **specs)(x, w).shape
     (8, 3)
     """
-    dim = checked("matmul_scatter", x, axis, dim)
+    dim = checked("matmul_scatter", x, [weight], axis, dim)
     if x.shape[dim] % lax.axis_size(axis):
         raise ValueError(
             f"`matmul_scatter` deals out {x.shape[dim]} rows (dimension {dim} of {x.shape}) over "
@@ -144,35 +150,69 @@ def _scatter(axis: str, part: Callable[[Array], Array]) -> Array:
     return total
 
 
+def _scatter_and_gather(
+    axis: str, dim: int, part: Callable[[Array], Array], chunk: Array
+) -> tuple[Array, Array]:
+    """`_scatter` of `part`, and the chunks of all devices, which move on with the sums.
+
+    A step has one product, so it has one message: a sum and a chunk on their way at a time are one
+    array. The first step has no sum to send yet, and the last no chunk.
+    """
+    n, me = lax.axis_size(axis), lax.axis_index(axis)
+    chunks, total = _room(axis, dim, chunk, chunk.shape[-1], chunk.dtype), None
+    for step in range(n):
+        moving, place = [], (me - 1 - step) % n
+        if step < n - 1:
+            chunk, sent = barrier((chunk, chunk))
+            moving.append(sent)
+        if step > 0:
+            total, place = barrier((total, place))
+            moving.append(total)
+        arriving = _send_as_one(moving, axis)
+        arriving, more = barrier((arriving, part(place)))
+        chunks = _put(chunks, chunk, (me - step) % n, dim)
+        total = more if step == 0 else arriving[-1] + more
+        chunk = arriving[0] if step < n - 1 else chunk
+    assert total is not None
+    return total, chunks
+
+
 def _send(x: Array, axis: str) -> Array:
     n = lax.axis_size(axis)
     return lax.ppermute(x, axis, [(i, (i + 1) % n) for i in range(n)])
+
+
+def _send_as_one(xs: Sequence[Array], axis: str) -> list[Array]:
+    """Sends arrays of one shape by one message."""
+    if len(xs) < 2:
+        return [_send(x, axis) for x in xs]
+    return [sent.astype(x.dtype) for x, sent in zip(xs, _send(jnp.stack(xs), axis), strict=True)]
 
 
 # ---- products and their derivatives --------------------------------------------------------------
 
 
 def _gathered(axis: str, dim: int, x: Array, weights: tuple) -> tuple:
-    rows = x.shape[dim]
-
     def work(outs, j, chunk):
-        put = lambda out, y: lax.dynamic_update_slice_in_dim(out, y, j * rows, dim)
-        return tuple(put(out, chunk @ w) for out, w in zip(outs, weights, strict=True))
+        return tuple(_put(out, chunk @ w, j, dim) for out, w in zip(outs, weights, strict=True))
 
-    shape = [*x.shape[:-1]]
-    shape[dim] *= lax.axis_size(axis)
-    outs = [lax.empty((*shape, w.shape[1]), jnp.result_type(x, w)) for w in weights]
-    return _around(axis, x, work, tuple(_like(out, x) for out in outs))
+    outs = [_room(axis, dim, x, w.shape[1], jnp.result_type(x, w)) for w in weights]
+    return _around(axis, x, work, tuple(outs))
 
 
-def _scattered(axis: str, dim: int, xs: tuple, weights: tuple) -> Array:
+def _scattered(axis: str, dim: int, x: Array, weight: Array) -> Array:
+    return _scatter(axis, _parts(axis, dim, (x,), (weight,)))
+
+
+def _parts(axis: str, dim: int, xs: tuple, weights: tuple) -> Callable[[Array], Array]:
+    """Of a device, its rows of the sum of products."""
     rows = xs[0].shape[dim] // lax.axis_size(axis)
 
     def part(j):
         chunks = [lax.dynamic_slice_in_dim(x, j * rows, rows, dim) for x in xs]
         return reduce(add, (c @ w for c, w in zip(chunks, weights, strict=True)))
 
-    return _scatter(axis, part)
+    return part
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -182,7 +222,7 @@ def _gather_matmul(axis: str, dim: int, x: Array, weights: tuple) -> tuple:
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _matmul_scatter(axis: str, dim: int, x: Array, weight: Array) -> Array:
-    return _scattered(axis, dim, (x,), (weight,))
+    return _scattered(axis, dim, x, weight)
 
 
 def gather_matmul_bwd(axis: str, dim: int, saved: tuple, dys: tuple) -> tuple:
@@ -200,52 +240,50 @@ def gather_matmul_bwd(axis: str, dim: int, saved: tuple, dys: tuple) -> tuple:
     ((8, 3), (3, 4))
     """
     x, weights = saved
-    dx = _scattered(axis, dim, dys, tuple(w.T for w in weights))
-    rows = x.shape[dim]
-
-    def work(dws, j, chunk):
-        of = lambda dy: lax.dynamic_slice_in_dim(dy, j * rows, rows, dim)
-        return tuple(dw + _outer(chunk, of(dy)) for dw, dy in zip(dws, dys, strict=True))
-
-    dws = _around(axis, x, work, tuple(_accumulator(w) for w in weights))
-    return dx, tuple(dw.astype(w.dtype) for dw, w in zip(dws, weights, strict=True))
+    part = _parts(axis, dim, dys, tuple(w.T for w in weights))
+    dx, xs = _scatter_and_gather(axis, dim, part, x)
+    dws = (_outer(xs, dy).astype(w.dtype) for dy, w in zip(dys, weights, strict=True))
+    return dx.astype(x.dtype), tuple(dws)
 
 
 def _matmul_scatter_bwd(axis: str, dim: int, saved: tuple, dz: Array) -> tuple:
     x, weight = saved
-    rows = dz.shape[dim]
+    # A cotangent that is there from the start must not take the products that forward messages
+    # hide behind: it waits for what the forward pass multiplied.
+    x, dz = barrier((x, dz))
 
     def work(carry, j, chunk):
-        dx, dw = carry
-        dx = lax.dynamic_update_slice_in_dim(dx, chunk @ weight.T, j * rows, dim)
-        mine = lax.dynamic_slice_in_dim(x, j * rows, rows, dim)
-        return dx, dw + _outer(mine, chunk)
+        dx, dzs = carry
+        return _put(dx, chunk @ weight.T, j, dim), _put(dzs, chunk, j, dim)
 
-    dx, dw = _around(axis, dz, work, (_like(lax.empty(x.shape, x.dtype), x), _accumulator(weight)))
-    return dx, dw.astype(weight.dtype)
+    room = partial(_room, axis, dim, dz)
+    carry = room(x.shape[-1], x.dtype), room(dz.shape[-1], dz.dtype)
+    dx, dzs = _around(axis, dz, work, carry)
+    return dx, _outer(x, dzs).astype(weight.dtype)
 
 
 _gather_matmul.defvjp(lambda *args: (_gathered(*args), args[2:]), gather_matmul_bwd)
-_matmul_scatter.defvjp(
-    lambda a, d, x, w: (_scattered(a, d, (x,), (w,)), (x, w)), _matmul_scatter_bwd
-)
+_matmul_scatter.defvjp(lambda a, d, x, w: (_scattered(a, d, x, w), (x, w)), _matmul_scatter_bwd)
 
 
 def _outer(x: Array, dy: Array) -> Array:
-    """`xᵀ dy`, summed over all leading dimensions, in at least float32."""
+    """`xᵀ dy`, summed over all leading dimensions; a product adds up in at least float32."""
     rows = tuple(range(x.ndim - 1))
-    wide = jnp.promote_types(jnp.result_type(x, dy), jnp.float32)
-    return lax.dot_general(x, dy, ((rows, rows), ((), ())), preferred_element_type=wide)
+    kind = jnp.result_type(x, dy)
+    return lax.dot_general(x, dy, ((rows, rows), ((), ())), preferred_element_type=kind)
 
 
-def _accumulator(weight: Array) -> Array:
-    wide = jnp.promote_types(weight.dtype, jnp.float32)
-    return _like(jnp.zeros(weight.shape, wide), weight)
+def _room(axis: str, dim: int, chunk: Array, columns: int, dtype: jnp.dtype) -> Array:
+    """Room for the rows of all devices, which varies over the axes that a chunk varies over."""
+    shape = [*chunk.shape[:-1], columns]
+    shape[dim] *= lax.axis_size(axis)
+    return join_axes([lax.empty(tuple(shape), dtype), chunk])[0]
 
 
-def _like(new: Array, x: Array) -> Array:
-    """A new array as one that varies over the axes that `x` varies over."""
-    return join_axes([new, x])[0]
+def _put(whole: Array, rows: Array, j: Array, dim: int) -> Array:
+    """The rows of device j, put where they belong."""
+    rows = rows.astype(whole.dtype)
+    return lax.dynamic_update_slice_in_dim(whole, rows, j * rows.shape[dim], dim)
 
 
 # ---- what is refused -----------------------------------------------------------------------------
@@ -254,22 +292,31 @@ def _like(new: Array, x: Array) -> Array:
 _WRONG_RESULTS = "--xla_gpu_use_memcpy_local_p2p"
 
 
-def checked(name: str, x: Array, axis: str, dim: int) -> int:
+def checked(name: str, x: Array, weights: Sequence[Array], axis: str, dim: int) -> int:
     """Returns `dim` counted from the front, once it is known that arguments fit.
 
-    >>> checked("gather_matmul", jnp.ones((8, 3)), "tp", -1)  # doctest: +IGNORE_EXCEPTION_DETAIL
+    >>> x = jnp.ones((8, 3))
+    >>> checked("gather_matmul", x, [], "tp", -1)  # doctest: +IGNORE_EXCEPTION_DETAIL
     Traceback (most recent call last):
         ...
-    ValueError: `gather_matmul`: `x` is the same on all devices of 'tp'; ...
+    ValueError: `gather_matmul`: there is no 'tp' among the axes of a `jax.shard_map` ...
     """
     wrong = []
-    if axis not in varying_axes(x):
+    if not is_bound(axis):
+        wrong.append(f"there is no {axis!r} among the axes of a `jax.shard_map` around this call")
+    elif axis not in varying_axes(x):
         wrong.append(
             f"`x` is the same on all devices of {axis!r}; it varies over "
             f"{sorted(varying_axes(x)) or 'no axis'}: split it over {axis!r} first"
         )
     if not -x.ndim <= dim < x.ndim or dim % x.ndim == x.ndim - 1:
         wrong.append(f"`dim` is {dim} of {x.shape}; needed is a dimension of rows, {-x.ndim} to -2")
+    shapes = [jnp.shape(w) for w in weights]
+    if any(len(shape) != 2 or shape[0] != x.shape[-1] for shape in shapes):
+        wrong.append(
+            f"weights are of shapes {shapes}; needed is a list of matrices of {x.shape[-1]} rows, "
+            f"as `x` {x.shape} has columns"
+        )
     flags = os.environ.get("XLA_FLAGS", "").split()
     if bad := [f for f in flags if f.startswith(_WRONG_RESULTS) and not f.endswith("=false")]:
         wrong.append(f"XLA_FLAGS has {bad[0]}, with which messages give wrong numbers: remove it")

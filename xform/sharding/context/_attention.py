@@ -19,6 +19,7 @@ from xform.primitives.attention import (
 )
 from xform.primitives.parts import Program
 from xform.sharding._declare import declare
+from xform.sharding._specs import is_bound
 from xform.sharding.context._exchange import by_all_gather, by_ulysses
 from xform.sharding.context._mods import Opens
 from xform.sharding.context._plan import METHODS, Method, live_steps, plan
@@ -38,6 +39,8 @@ def attention(
     mask_mod: Callable | None = None,
     scale: ArrayLike | None = None,
     sinks: Float[Array, " H"] | None = None,
+    dropout_rate: float = 0.0,
+    dropout_key: Array | None = None,
     aux: Sequence[str] = (),
     deterministic: bool = True,
     implementation: str | None = None,
@@ -64,6 +67,7 @@ def attention(
         positions of some heads), or None to choose by what they cost: see `which`.
       layout: which device has which positions; by default the i-th part is device i's.
       score_mod, mask_mod, scale, sinks, deterministic, implementation: as of `flex_attention`.
+      dropout_rate, dropout_key: a rate of 0; there is no dropout of weights here.
       aux: names of further results: "lse".
 
     Returns:
@@ -72,7 +76,8 @@ def attention(
     Raises:
       ValueError: on what doesn't fit, all that is wrong at once: arrays that are not split over the
         axis, a layout of other sizes, mods of arrays that are not of the whole sequence.
-      NotImplementedError: "ulysses" was asked for, and the axis doesn't divide the heads.
+      NotImplementedError: "ulysses" was asked for, and the axis doesn't divide the heads; or
+        dropout, whose bits are those of a weight's place on a device, not in the sequence.
 
     >>> from xform import causal, documents
     >>> import jax.numpy as jnp
@@ -89,7 +94,10 @@ def attention(
     >>> layout.join(jax.shard_map(f, mesh=mesh, **specs)(*args)).shape
     (1, 64, 2, 8)
     """
+    del dropout_key
     aux = (aux,) if isinstance(aux, str) else tuple(aux)
+    if dropout_rate:
+        raise NotImplementedError(_NO_DROPOUT.format(rate=dropout_rate))
     layout = _checked(q, k, v, sinks, axis, method, layout, aux, implementation)
     n, length = layout.devices, layout.length
     shape = Shape(q.shape[0], q.shape[2], length, length)
@@ -109,6 +117,13 @@ def attention(
             out, lse = run(q, k, v, layout, score_mod, mask_mod, axis, options)
     out = out.astype(q.dtype)
     return (out, Aux(lse=lse)) if aux else out
+
+
+_NO_DROPOUT = (
+    "context.attention: `dropout_rate={rate}`, and kernels drop a weight by its place among the "
+    "queries and keys of a device, so other weights on every mesh: take a rate of 0, and drop what "
+    "attention returns by `xform.sharding.random.dropout`, which is the same on every mesh."
+)
 
 
 def _by_ring(q, k, v, layout: Layout, score_mod, mask_mod, scale, axis: str, options: dict):
@@ -158,6 +173,11 @@ def whole[T: PyTree](tree: T, *, axis: str, layout: Layout | None = None, dim: i
 def _checked(q, k, v, sinks, axis: str, method, layout, aux, implementation) -> Layout:
     """The layout, once it is known that arguments fit."""
     check_arguments(q, k, v, sinks, 0.0, None, (), implementation, caller="context.attention")
+    if not is_bound(axis):
+        raise ValueError(
+            f"context.attention: there is no {axis!r} among the axes of a `jax.shard_map` around "
+            "this call: call it inside of one, over a mesh with that axis."
+        )
     n, wrong = lax.axis_size(axis), []
     if missing := [
         name for name, x in (("q", q), ("k", k), ("v", v)) if axis not in varying_axes(x)

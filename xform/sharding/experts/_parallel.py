@@ -43,6 +43,7 @@ from jaxtyping import Float
 
 from xform._compat import varying_axes
 from xform.sharding._declare import declare
+from xform.sharding._specs import is_bound
 from xform.sharding.data import per_device
 from xform.sharding.experts._places import by_expert, digits, places, undigits
 from xform.sharding.experts._routing import Load, Routes, Routing, load_of, route
@@ -255,7 +256,7 @@ class ExpertParallel:
 
     def _check_axes(self) -> None:
         named = dict.fromkeys((*self.axes, *self.tp.axes))
-        if missing := [axis for axis in named if not _is_bound(axis)]:
+        if missing := [axis for axis in named if not is_bound(axis)]:
             raise ValueError(
                 f"ExpertParallel: there is no {' and no '.join(map(repr, missing))} among the axes "
                 "of a `jax.shard_map` around this call: call it inside of one, over a mesh that "
@@ -338,11 +339,3 @@ def _check_matrices(rows: Array, matrices: Array, experts: int) -> None:
             f"matrices ({experts}, {rows.shape[-1]}, any): of the experts of this device, and as "
             "many rows as there are columns."
         )
-
-
-def _is_bound(axis: str) -> bool:
-    try:
-        lax.axis_size(axis)
-    except NameError:
-        return False
-    return True
