@@ -19,8 +19,9 @@ queries in the order in which they were launched, so that a second run gives the
 waits only for blocks of a lower index in the grid, which GPUs start first (CUDA documents no order,
 and none is known to differ), hence somebody always can go on. They rarely wait: the heads come side
 by side, so that few blocks of one run at a time, and all walk from the last query back, where a
-causal mask lets them begin together, each a tile behind the one before. In either order the longest
-walks come first, and the last blocks end at about the same time.
+causal mask lets them begin together, each a tile behind the one before. In the free order each walks
+on from its first tile. In either order the longest walks come first, and the last blocks end at
+about the same time.
 
 Shapes: q, dO `[B,T,H,*]`, k, v `[B,S,K,*]`. D is a multiple of 32, V of 16, and `D + V` at most
 256: one warpgroup holds dK and dV in registers (see `_backward_wide`; and `_backward_narrow`, where
