@@ -24,6 +24,7 @@ import numpy as np
 
 from xform._amount import number
 from xform._compat import Jaxpr, Var, weakref_lru_cache
+from xform._expand import is_gpu
 from xform._memory import Memory, memory_of, orders_breadth_first, temporaries_of
 from xform._remat._cut import Cut, Settings
 from xform._remat._halves import Halves
@@ -108,7 +109,7 @@ class Target(NamedTuple):
 
     Attributes:
       scratch: the bytes that products take besides operands and results.
-      orders: of which compilers' orders the one counts that needs most.
+      orders: the devices, as `memory` takes them, of which the one counts that needs most.
     """
 
     scratch: int
@@ -173,12 +174,16 @@ class Candidate:
     def peak(self) -> int:
         """Bytes beyond arguments and results, in the order that needs most."""
         whole = self.program()
+        return max(self._peak_on(order, whole) for order in self.target.orders)
+
+    def _peak_on(self, order: str, whole: Jaxpr) -> int:
         # A CPU starts sums as soon as it can, and a GPU clears those of all layers in one kernel.
-        needs = [temporaries_of(whole, device=o, at_once=True) for o in self.target.orders]
-        most = max(self.at_least, *itertools.chain.from_iterable(needs))
+        needs = temporaries_of(whole, device=order, at_once=True)
+        most = max(self.at_least, *needs)
         on_cpu = "cpu" in self.target.orders
         unknown = margin(whole, max(0, most - self.saved_bytes), on_cpu=on_cpu)
-        return most + unknown + self.target.scratch
+        # The model of a GPU by name has the parts of the products that it splits.
+        return most + unknown + (0 if is_gpu(order) else self.target.scratch)
 
     @cached_property
     def at_least(self) -> int:
@@ -408,4 +413,6 @@ def target(device: str | None) -> Target:
     name = device or jax.default_backend()
     if orders_breadth_first(name):
         return Target(0, ("accelerator", "cpu"))
-    return Target(0 if name.lower() == "tpu" else _SCRATCH)
+    # A GPU's own kernels may hold less than is said of any accelerator, or more.
+    orders = ("accelerator", name) if is_gpu(name) else ("accelerator",)
+    return Target(0 if name.lower() == "tpu" else _SCRATCH, orders)
