@@ -19,9 +19,9 @@ queries in the order in which they were launched, so that a second run gives the
 waits only for blocks of a lower index in the grid, which GPUs start first (CUDA documents no order,
 and none is known to differ), hence somebody always can go on. They rarely wait: the heads come side
 by side, so that few blocks of one run at a time, and all walk from the last query back, where a
-causal mask lets them begin together, each a tile behind the one before. In the free order each walks
-on from its first tile. In either order the longest walks come first, and the last blocks end at
-about the same time.
+causal mask lets them begin together, each a tile behind the one before. In the free order each
+walks on from its first tile. In either order the longest walks come first, and the last blocks end
+at about the same time.
 
 Shapes: q, dO `[B,T,H,*]`, k, v `[B,S,K,*]`. D is a multiple of 32, V of 16, and `D + V` at most
 256: one warpgroup holds dK and dV in registers (see `_backward_wide`; and `_backward_narrow`, where
@@ -410,8 +410,7 @@ class Backward:
             mma.column(smem[name].at[slot]), call.shape, [1]
         )
         t_tile, *slopes = modified(call, s_tile, place, values)
-        p, slopes = weights(call, t_tile, slopes, partial, place, values, per_query)
-        slope, *numbers = slopes
+        p, (slope, *numbers) = weights(call, t_tile, slopes, partial, place, values, per_query)
         kept = None
         if call.programs.dropout is not None:
             kept = call.run(call.programs.dropout, place, values)
@@ -425,7 +424,8 @@ class Backward:
         ds = p * (dp + per_query("delta"))
         ds = seen(call, partial, p, ds)
         sums = [(ds * x).sum(axis=1) for x in numbers]
-        return (ds * slope if numbers else ds).astype(call.narrow), sums
+        ds = ds if slope is None or not numbers else ds * slope
+        return ds.astype(call.narrow), sums
 
     def _clean_shared(self, partial, warpgroup, slot, smem: dict):
         """Puts 0 where the queries of a tile are not finite, if something of it is hidden.

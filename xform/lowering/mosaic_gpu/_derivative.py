@@ -32,7 +32,9 @@ def modified(call: Call, s_tile, place: Place, values: Sequence) -> tuple:
     return t_tile * LOG2E, *slopes
 
 
-def weights(call: Call, t_tile, slopes, partial, place: Place, values: Sequence, per_query):
+def weights(
+    call: Call, t_tile, slopes: list, partial, place: Place, values: Sequence, per_query
+) -> tuple:
     """The weights of a tile and the derivatives of its scores, 0 where hidden.
 
     Args:
