@@ -152,7 +152,7 @@ class Candidate:
     @cached_property
     def memory(self) -> Memory:
         """What it needs where a compiler orders for memory, as accelerators' do."""
-        return memory_of(self.program(), device="accelerator", at_once=True)
+        return memory_of(self.program(), device=self.target.orders[0], at_once=True)
 
     @cached_property
     def saved(self) -> list[Var]:
@@ -174,16 +174,12 @@ class Candidate:
     def peak(self) -> int:
         """Bytes beyond arguments and results, in the order that needs most."""
         whole = self.program()
-        return max(self._peak_on(order, whole) for order in self.target.orders)
-
-    def _peak_on(self, order: str, whole: Jaxpr) -> int:
         # A CPU starts sums as soon as it can, and a GPU clears those of all layers in one kernel.
-        needs = temporaries_of(whole, device=order, at_once=True)
-        most = max(self.at_least, *needs)
+        needs = [temporaries_of(whole, device=o, at_once=True) for o in self.target.orders]
+        most = max(self.at_least, *itertools.chain.from_iterable(needs))
         on_cpu = "cpu" in self.target.orders
         unknown = margin(whole, max(0, most - self.saved_bytes), on_cpu=on_cpu)
-        # The model of a GPU by name has the parts of the products that it splits.
-        return most + unknown + (0 if is_gpu(order) else self.target.scratch)
+        return most + unknown + self.target.scratch
 
     @cached_property
     def at_least(self) -> int:
@@ -413,6 +409,6 @@ def target(device: str | None) -> Target:
     name = device or jax.default_backend()
     if orders_breadth_first(name):
         return Target(0, ("accelerator", "cpu"))
-    # A GPU's own kernels may hold less than is said of any accelerator, or more.
-    orders = ("accelerator", name) if is_gpu(name) else ("accelerator",)
-    return Target(0 if name.lower() == "tpu" else _SCRATCH, orders)
+    # By the model that `memory` has of it: of a GPU, with its own kernels of rows and of products.
+    order = name if is_gpu(name) else "accelerator"
+    return Target(0 if name.lower() == "tpu" else _SCRATCH, (order,))
