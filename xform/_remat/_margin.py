@@ -44,6 +44,10 @@ def margin(jaxpr: Jaxpr, passing: int, *, on_cpu: bool) -> int:
     copied = max(copies, default=0)
     if not on_cpu:
         return int(_UNKNOWN * passing) + copied
+    # A CPU turns the kernels of convolutions around, and may hold one while it needs another.
+    convolutions = (eqn for eqn in eqns if eqn.primitive.name == "conv_general_dilated")
+    kernels = (min(map(nbytes, (*eqn.invars, *eqn.outvars))) for eqn in convolutions)
+    copied = max(copied, *kernels, 0)
     part = _UNKNOWN_OF_PRODUCTS if any(map(_is_unsure, eqns)) else _UNKNOWN
     woven = sum(nbytes(v) for eqn in eqns if _weaves(eqn) for v in eqn.outvars)
     return int(part * passing) + copied + woven
